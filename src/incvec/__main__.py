@@ -1,0 +1,46 @@
+"""`python -m incvec`, and the console script: the command line, or how to install what it needs."""
+
+from __future__ import annotations
+
+import sys
+
+# What the extra `lab` brings, by the names one imports.
+LAB = {
+    "annotated_doc",
+    "click",
+    "matplotlib",
+    "numpy",
+    "pydantic",
+    "pydantic_core",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "torchvision",
+    "typer",
+    "yaml",
+}
+
+
+def main() -> None:
+    """Run the command line and exit with its status."""
+    try:
+        from incvec.cli import app
+
+        app(prog_name="incvec")
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in LAB:
+            raise
+        print(
+            f"incvec: the command line needs {missing}, which is not installed here. Install the lab with\n\n"
+            "    pip install 'incvec[lab]'\n",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

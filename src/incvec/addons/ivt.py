@@ -1,0 +1,218 @@
+"""Increment vector transformation as an add-on: the plug-in, listening to the engine.
+
+Every `interval` epochs of the main stage the deployed parameters are teleported towards where the task began,
+theta <- anchor + S (theta - anchor), S = (Fbar_{t-1} + Fbar_t)^-1 Fbar_t. Balanced and alignment stages are left
+alone unless `stages` names their roles; there F_t stays the main stage's. F_1 is the batch Fisher of the base
+task's last epoch, which every run shares, or a measuring pass over single samples (`first_fisher="sample"`).
+
+The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
+with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from incvec.config import Options
+from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
+from incvec.ivt import IVT, scale
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+class IVTOptions(Options):
+    interval: int | None = Field(10, ge=1, description="epochs between teleports; none: once, at the stage's end")
+    structure: Literal["diagonal", "kernel"] = "diagonal"
+    first_fisher: Literal["batch", "sample"] = "batch"
+    optimiser_state: Literal["keep", "reset"] = "keep"
+    batchnorm: Literal["keep", "interpolate", "recalibrate"] = "keep"
+    stages: Annotated[tuple[Role, ...], Field(strict=False)] = ("main",)
+
+
+class IVTAddOn(AddOn):
+    name = "ivt"
+    summary = "teleports the parameters every few epochs along the transformed increment vector"
+    paper = "Closing the Oracle Gap: Increment Vector Transformation for CIL, https://arxiv.org/abs/2509.21898"
+    Options = IVTOptions
+    options: IVTOptions
+
+    def __init__(self, options: IVTOptions, world: World, method: Method) -> None:
+        super().__init__(options, world, method)
+        self.plugin = IVT(
+            method.model,
+            interval=None,  # the engine counts a stage's epochs
+            structure=options.structure,
+            listen=False,  # and calls `accumulate` inside its step
+        )
+        self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they are interpolated
+        self.sums: dict[str, Tensor] = {}  # and their sums, where they are measured anew
+        self._facts: dict[str, Any] = {}
+
+    # Stages of its own ----------------------------------------------------------------------------------
+
+    def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
+        o = self.options
+        main = next(stage for stage in stages if stage.role == "main")
+        if task.index == 0:
+            kernel = o.structure == "kernel"  # the shared F_1 is diagonal: blocks need a pass of their own
+            if o.first_fisher == "batch" and not kernel:
+                return stages
+            size = 1 if o.first_fisher == "sample" else main.batch_size
+            return [*stages, self._measure(main, "fisher", size, (Group(("model",), 0.0),), None)]
+        if o.batchnorm != "recalibrate":
+            return stages
+        place = 1 + max(i for i, stage in enumerate(stages) if stage.role == "main")
+        recalibrate = self._measure(main, "recalibrate", main.batch_size, (), self._forward)
+        return [*stages[:place], recalibrate, *stages[place:]]
+
+    def _measure(self, main: Stage, name: str, batch_size: int, groups: tuple[Group, ...], loss: Any) -> Stage:
+        frozen: Literal["train", "frozen"] = "frozen" if batch_size == 1 else "train"
+        return Stage(
+            name=f"ivt-{name}",
+            role="measure",
+            epochs=1,
+            batch_size=batch_size,
+            groups=groups,
+            source=main.source,
+            views=main.views,
+            batchnorm=frozen,
+            owner=self.name,
+            loss=loss or main.loss,
+            eager="it averages BatchNorm's batch statistics" if name == "recalibrate" else None,
+        )
+
+    def begin_stage(self, task: Task, stage: Stage) -> Tensor | None:
+        if stage.owner != self.name:
+            return None
+        if stage.name == "ivt-fisher":
+            self._anchor()
+        else:
+            self.sums = {name: torch.zeros_like(buffer) for name, buffer in self._statistics()}
+            self.sums["count"] = torch.zeros((), device=self.world.device)
+            for module in self._norms().values():
+                module.momentum = 1.0  # so that the running statistics are the batch's own
+        main = next(s for s in self.method.stages(task) if s.role == "main")
+        return self.method.begin_stage(task, main)
+
+    def _forward(self, batch: Batch) -> Terms:
+        """One forward pass in train mode, the batch's statistics added up."""
+        output = self.method.model(batch.images)
+        for name, buffer in self._statistics():
+            self.sums[name] += buffer
+        self.sums["count"] += 1
+        return {"none": 0 * output.features.sum()}
+
+    def _norms(self) -> dict[str, Any]:
+        return {name: m for name, m in self.method.model.named_modules() if isinstance(m, BatchNorm)}
+
+    def _statistics(self) -> list[tuple[str, Tensor]]:
+        kinds = ("running_mean", "running_var")
+        return [(f"{name}.{kind}", getattr(m, kind)) for name, m in self._norms().items() for kind in kinds]
+
+    # Listening ------------------------------------------------------------------------------------------
+
+    def _anchor(self) -> None:
+        self.method.model.requires_grad_(True)  # the stage before may have frozen some; the next one settles it
+        self.plugin.begin_task()
+
+    def begin_task(self, task: Task) -> None:
+        self._anchor()
+        if self.options.batchnorm == "interpolate":
+            self.buffers = {name: buffer.clone() for name, buffer in self._statistics()}
+
+    def _collects(self, stage: Stage) -> bool:
+        return stage.role == "main" or stage.name == "ivt-fisher"
+
+    def begin_epoch(self, task: Task, stage: Stage, epoch: int) -> None:
+        if self._collects(stage):
+            self.plugin.begin_epoch()
+
+    def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
+        if self._collects(stage):
+            self.plugin.accumulate([p for name, p in parameters.items() if name.startswith("model.")])
+
+    def end_epoch(self, task: Task, stage: Stage, epoch: int, optimiser: torch.optim.Optimizer | None) -> None:
+        if self._collects(stage):
+            self.plugin.end_epoch()
+        if task.index == 0 or stage.owner is not None or stage.role not in self.options.stages:
+            return
+        due = epoch == stage.epochs if self.options.interval is None else epoch % self.options.interval == 0
+        if due:
+            self._interpolate_statistics()
+            self.plugin.teleport()
+            if self.options.optimiser_state == "reset" and optimiser is not None:
+                torch._foreach_zero_([t for state in optimiser.state.values() for t in state.values()])
+
+    def _interpolate_statistics(self) -> None:
+        """buffer <- old + mean(S) (buffer - old), S that of the layer's own weight."""
+        if self.options.batchnorm != "interpolate":
+            return
+        for name, module in self._norms().items():
+            weight = f"{name}.weight"
+            s = scale(self.plugin.cumulative[weight], self.plugin.fisher[weight]).mean()
+            for kind in ("running_mean", "running_var"):
+                buffer, old = getattr(module, kind), self.buffers[f"{name}.{kind}"]
+                buffer.copy_(old + s * (buffer - old))
+
+    def end_stage(self, task: Task, stage: Stage) -> None:
+        if stage.name == "ivt-recalibrate":
+            for name, module in self._norms().items():
+                module.momentum = 0.1
+                for kind in ("running_mean", "running_var"):
+                    getattr(module, kind).copy_(self.sums[f"{name}.{kind}"] / self.sums["count"])
+            self.sums = {}
+
+    def end_task(self, task: Task, base_fisher: Mapping[str, Tensor] | None) -> None:
+        measured = self.options.first_fisher == "sample" or self.options.structure == "kernel"
+        if task.index == 0 and not measured:
+            assert base_fisher is not None
+            self._anchor()
+            self.plugin.set_fisher(base_fisher)
+        self._facts = self._account() if task.index > 0 else {}
+        self.plugin.end_task()
+        self.buffers = {}
+
+    # State ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        found = dict(self.plugin.state_dict())
+        found |= {f"buffers/{name}": tensor for name, tensor in self.buffers.items()}
+        return found | {f"sums/{name}": tensor for name, tensor in self.sums.items()}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        own = {"buffers/": self.buffers, "sums/": self.sums}
+        for prefix, kept in own.items():
+            kept.clear()
+            kept.update({n.removeprefix(prefix): t.clone() for n, t in state.items() if n.startswith(prefix)})
+        self.plugin.load_state_dict({n: t for n, t in state.items() if not n.startswith(tuple(own))})
+
+    def facts(self) -> dict[str, Any]:
+        return self._facts
+
+    @torch.no_grad()
+    def _account(self) -> dict[str, Any]:
+        """By part of the network: mean S of the last epoch's F_t, F_t against Fbar_{t-1}, distance travelled."""
+        parameters = dict(self.method.model.named_parameters())
+        parts: dict[str, list[tuple[Tensor, ...]]] = {}
+        for name, new in self.plugin.fisher.items():
+            old = self.plugin.cumulative.get(name)
+            if old is None or old.shape != parameters[name].shape:
+                continue
+            moved = (parameters[name] - self.plugin.anchor[name]).square().sum()
+            row = (scale(old, new).sum(), new.sum(), old.sum(), moved, torch.tensor(float(old.numel())))
+            for part in ("all", ".".join(name.split(".")[:3])):
+                parts.setdefault(part, []).append(tuple(value.double().cpu() for value in row))
+        found = {}
+        for part, rows in parts.items():
+            s, fresh, past, far, count = (float(torch.stack(column).sum()) for column in zip(*rows, strict=True))
+            found[part] = {
+                "scale": round(s / count, 5),
+                "fisher_ratio": float(f"{fresh / past:.5g}") if past > 0 else None,
+                "distance": float(f"{far**0.5:.5g}"),
+            }
+        return found

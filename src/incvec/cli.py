@@ -1,0 +1,379 @@
+"""The command line: `incvec run`, `list`, `show`, `data check`, `demo`.
+
+A command resolves its configuration, hands it to the engine and shows what comes back; it computes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+import incvec
+from incvec.addons import ADDONS, find_addon
+from incvec.config import RunConfig, assign, differences, digest
+from incvec.data import DATASETS, check, load_dataset
+from incvec.engine.build import check_names, pick_device
+from incvec.engine.run import Run
+from incvec.errors import CheckpointError, ConfigError, DataError, IncvecError
+from incvec.methods import METHODS, find_method
+from incvec.presets import presets, resolve
+from incvec.progress import follow
+from incvec.records import find_records, read_record
+from incvec.report import tables
+
+STOPPED = 130  # what shells expect of a program ended by Ctrl-C
+
+
+class Commands(TyperGroup):
+    """Errors a user can put right become one message and an exit status; others keep their traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except IncvecError as error:
+            complain(str(error))
+        except OSError as error:
+            if error.errno == errno.EPIPE or error.filename is None:
+                raise
+            complain(f"{error.filename}: {error.strerror}.")
+        except KeyboardInterrupt:
+            Console(stderr=True).print("stopped; run the same command again to go on")
+            raise typer.Exit(STOPPED) from None
+        raise typer.Exit(1)
+
+
+def complain(text: str) -> None:
+    Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+
+
+app = typer.Typer(
+    name="incvec",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Class-incremental learning with increment vectors: every method with or without IVT, and its oracle.",
+    epilog="Start with [bold]incvec demo[/bold]: four runs on embedded data, a table and a picture, in a minute.",
+)
+data_app = typer.Typer(no_args_is_help=True, help="Look after data sets.")
+app.add_typer(data_app, name="data")
+
+
+def tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"incvec {incvec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# run ------------------------------------------------------------------------------------------------------
+
+RUN_EXAMPLES = """[bold]Examples[/bold]
+
+incvec run --method podnet --addon ivt --dataset digits
+
+incvec run --method podnet --dataset cifar100 --data-root ~/data --download --tasks 5 --oracle
+
+incvec run --method podnet --addon ivt --set ivt.interval=5 --set podnet.epochs=40 --seed 1
+
+incvec run --config mine.yaml --set seed=2
+
+A configuration file holds the same names: [italic]method: podnet[/italic], [italic]addons: [ivt][/italic], \
+[italic]tasks: 5[/italic], and a section for each method and add-on, such as [italic]ivt: {interval: 5}[/italic]. \
+What is given on the command line goes before the file, the file before the paper's preset."""
+
+
+@app.command(epilog=RUN_EXAMPLES)
+def run(
+    method: Annotated[
+        str | None, typer.Option(help="The method; `incvec list methods` names them.", show_default=False)
+    ] = None,
+    addon: Annotated[
+        list[str] | None, typer.Option(help="An add-on; repeat for several, in order.", show_default=False)
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="The data set.", show_default="digits")] = None,
+    data_root: Annotated[
+        Path | None,
+        typer.Option(help="Where its files lie (or shall lie).", envvar="INCVEC_DATA", show_default=False),
+    ] = None,
+    tasks: Annotated[
+        int | None,
+        typer.Option(
+            help="Increments after the base classes; all tasks where there is no base.",
+            show_default="the data set's",
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Training seed.", show_default="0")] = None,
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="Train on the full past in place of the memory.")
+    ] = False,
+    variant: Annotated[
+        str | None, typer.Option(help="Which preset: the paper's, or the authors'.", show_default="paper")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file with any of the settings.", show_default=False)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as ivt.interval=5; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder: record, snapshots, checkpoint.", show_default="named after the run"),
+    ] = None,
+    bases: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where runs share their trained base task.", show_default="the folder bases beside --out"
+        ),
+    ] = None,
+    no_share: Annotated[
+        bool, typer.Option("--no-share", help="Train the base task here, share nothing.")
+    ] = False,
+    download: Annotated[bool, typer.Option("--download", help="Fetch the data set if it is missing.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="eager, or graph for a captured step.", show_default="auto")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="auto")] = None,
+) -> None:
+    """Train one method on one data set, task after task, and write its record.
+
+    The same command again goes on from its last checkpoint, or says that it is done.
+    """
+    if no_share and bases is not None:
+        raise ConfigError("--bases and --no-share contradict each other; give one of them.")
+    tree = read_config(config) if config is not None else {}
+    given = {
+        "method": method,
+        "addons": addon or None,
+        "dataset": dataset,
+        "tasks": tasks,
+        "seed": seed,
+        "oracle": oracle or None,
+        "variant": variant,
+        "engine": engine,
+        "device": device,
+    }
+    tree |= {key: value for key, value in given.items() if value is not None}
+    for setting in settings or ():
+        assign(tree, setting)
+    resolved = resolve_tree(tree)
+    folder = out if out is not None else Path("runs") / run_name(resolved)
+    console = Console()
+    record = finished(resolved, folder)
+    if record is not None:
+        console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False)
+    else:
+        pick_device(resolved.device)
+        check_names(resolved)
+        data = load_dataset(resolved.dataset, data_root, download, size=resolved.image_size)
+        shared = None if no_share else bases if bases is not None else folder.parent / "bases"
+        record = follow(Run(resolved, data, folder, shared).events(), console)
+    console.print(tables.rich_table(tables.rows([record])))
+
+
+class Loader(yaml.SafeLoader):
+    """YAML, but 1e-3 is a number, as everybody expects."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The settings of a YAML file."""
+    try:
+        content = yaml.load(file.read_text(), Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {file}.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file} cannot be read as YAML: {error}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{file} holds no settings: expected lines such as `method: podnet`.")
+    return content
+
+
+def resolve_tree(tree: dict[str, Any]) -> RunConfig:
+    """A complete configuration; names that are no names are refused before they are looked up."""
+    addons = tree.get("addons", [])
+    if isinstance(addons, str):
+        addons = [part.strip() for part in addons.split(",") if part.strip()]
+        tree = {**tree, "addons": addons}
+    if not isinstance(addons, list) or not all(isinstance(name, str) for name in addons):
+        raise ConfigError(f"addons = {addons!r} is not possible: expected a list of names, such as [ivt].")
+    for key in ("method", "dataset", "variant"):
+        if key in tree and not isinstance(tree[key], str):
+            raise ConfigError(f"setting {key} = {tree[key]!r} is not possible: expected a name.")
+    return resolve(tree)
+
+
+def run_name(config: RunConfig) -> str:
+    """`cifar100-podnet+ivt-5-s0`, and eight digits more where a setting that the name does not tell was changed."""
+    told = ("method", "addons", "dataset", "tasks", "seed", "oracle")
+    ordinary = resolve({key: getattr(config, key) for key in told})
+    changes = differences(config.resolved(), ordinary.resolved())
+    parts = [config.dataset, "+".join([config.method, *config.addons])]
+    parts += ["oracle"] if config.oracle else []
+    parts += [str(config.tasks), f"s{config.seed}"]
+    parts += [digest(changes)[:8]] if changes else []
+    return "-".join(parts)
+
+
+def finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
+    """The record of a run that is done, so that saying so needs no data; None where it is not."""
+    file = folder / "record.json"
+    if not file.exists():
+        return None
+    record = read_record(file)
+    changes = differences(config.resolved(), record.get("config", {}))
+    if changes:
+        raise CheckpointError(
+            f"{file} belongs to another configuration ({'; '.join(changes[:6])}). Choose another --out, or give "
+            "the settings it was made with."
+        )
+    return record
+
+
+# list -----------------------------------------------------------------------------------------------------
+
+
+class Kind(StrEnum):
+    methods = "methods"
+    addons = "addons"
+    datasets = "datasets"
+    presets = "presets"
+
+
+@app.command("list", epilog="[bold]Examples[/bold]\n\nincvec list\n\nincvec list methods --json")
+def list_(
+    kind: Annotated[
+        Kind | None, typer.Argument(help="Which of them; all where none is named.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """Say which methods, add-ons, data sets and presets there are."""
+    catalogue = {name: entries for name, entries in everything().items() if kind is None or name == kind}
+    if as_json:
+        typer.echo(json.dumps(catalogue, indent=1, ensure_ascii=False))
+        return
+    console = Console()
+    for name, entries in catalogue.items():
+        table = Table(title=name, title_justify="left", title_style="bold", show_header=False, box=None)
+        table.add_column(no_wrap=True, style="cyan")
+        table.add_column(overflow="fold")
+        for entry in entries:
+            table.add_row(entry["name"], Text(entry["summary"]).append(f"\n{entry['paper']}", "dim"))
+        console.print(table, highlight=False)
+        console.print()
+
+
+def everything() -> dict[str, list[dict[str, str]]]:
+    """Name, summary and paper of all there is."""
+    components = {name: find_method(name) for name in METHODS} | {name: find_addon(name) for name in ADDONS}
+
+    def entry(name: str, component: str) -> dict[str, str]:
+        kind = components[component]
+        return {"name": name, "summary": kind.summary, "paper": kind.paper}
+
+    return {
+        "methods": [entry(name, name) for name in METHODS],
+        "addons": [entry(name, name) for name in ADDONS],
+        "datasets": [
+            {"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()
+        ],
+        "presets": [{**row, **entry(row["name"], row["component"])} for row in presets()],
+    }
+
+
+# show -----------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="[bold]Examples[/bold]\n\nincvec show runs\n\nincvec show a/record.json b --markdown")
+def show(
+    record: Annotated[list[Path], typer.Argument(help="Records, or folders that hold some.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="A Markdown table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list, nothing rounded.")] = False,
+) -> None:
+    """Put records side by side: AA, LA and FM in percent, and the share of the oracle gap that is closed.
+
+    The share needs the plain method and its oracle, of the same settings and seed, among the records.
+    """
+    if markdown and as_json:
+        raise ConfigError("--markdown and --json contradict each other; give one of them.")
+    files = readable(record)
+    rows = tables.rows([read_record(file) for file in files], [str(file) for file in files])
+    if as_json:
+        typer.echo(json.dumps(tables.plain_data(rows), indent=1, ensure_ascii=False))
+    elif markdown:
+        typer.echo(tables.markdown(rows))
+    else:
+        Console().print(tables.rich_table(rows))
+
+
+def readable(paths: Sequence[Path]) -> list[Path]:
+    """The records at or below the paths. A broken one named outright is an error, one met in a folder a warning."""
+    found = find_records(paths)
+    broken = {file for path in paths if path.is_dir() for file in path.rglob("record.json")} - set(found)
+    for file in sorted(broken):
+        try:
+            read_record(file)
+        except DataError as error:
+            if not found:
+                raise
+            complain(f"left out: {error}")
+    if not found:
+        raise DataError(f"no record lies in {', '.join(map(str, paths))}; `incvec run` writes one.")
+    return found
+
+
+# data, demo -----------------------------------------------------------------------------------------------
+
+
+@data_app.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")
+def data_check(
+    folder: Annotated[Path, typer.Argument(help="A folder with cifar-100-python/, or with class folders.")],
+) -> None:
+    """Verify the files of a data set: checksums of CIFAR-100, every image of a folder of class folders."""
+    for line in check(folder):
+        typer.echo(line)
+
+
+@app.command(epilog="[bold]Example[/bold]\n\nincvec demo --out runs/demo")
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the runs and demo.png go.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(min=0, help="Training seed.")] = 0,
+) -> None:
+    """Four runs on embedded digits, no download: finetune, PODNet, PODNet + IVT and PODNet's oracle.
+
+    Prints their table and draws one picture: accuracy over the tasks, and accuracy on the first task along
+    the straight line from its model to the last one.
+    """
+    from incvec.demo import run_demo
+
+    run_demo(out, seed, Console())

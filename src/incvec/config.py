@@ -1,0 +1,144 @@
+"""Typed, strict configuration: an unknown key, a wrong type or an impossible value is refused with the nearest
+right name, before any data is touched.
+
+A run's configuration is one flat set of fields (`RunConfig`) and one section for its method and each of its
+add-ons (`podnet.lambda_flat`, `ivt.interval`). Each section is an `Options` class that stands beside the code
+it configures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from incvec.errors import ConfigError, nearest
+
+Ints = Annotated[tuple[int, ...], Field(strict=False)]
+
+
+class Options(BaseModel):
+    """Settings of one method or add-on; the defaults are the paper's values for CIFAR-100."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class TrainOptions(Options):
+    """What every method that trains a network of its own has to settle."""
+
+    net: str = "resnet32-pycil"
+    epochs: int = Field(160, ge=1, description="epochs of an incremental task")
+    base_epochs: int | None = Field(None, ge=1, description="epochs of the base task; none: as `epochs`")
+    batch_size: int = Field(128, ge=1)
+    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = Field(0.1, gt=0)
+    base_lr: float | None = Field(None, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    weight_decay: float = Field(5e-4, ge=0)
+    base_weight_decay: float | None = Field(None, ge=0)
+    schedule: Literal["constant", "cosine", "steps"] = "steps"
+    milestones: Ints = (80, 120)
+    base_milestones: Ints | None = None
+    gamma: float = Field(0.1, gt=0, le=1)
+    brightness: float = Field(63 / 255, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
+    normalisation: str = "default"
+    memory: int = Field(20, ge=1, description="exemplars a class, where the method keeps any")
+    memory_total: int | None = Field(None, ge=1, description="a fixed total instead, shared by the classes seen")
+
+
+class RunConfig(BaseModel):
+    """Everything that decides a run's numbers; where its files lie is said apart."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    method: str
+    addons: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    dataset: str = "digits"
+    tasks: int = Field(5, ge=1, description="increments after the base classes; all tasks where base_classes is 0")
+    base_classes: int = Field(50, ge=0)
+    seed: int = Field(0, ge=0, description="training seed")
+    order_seed: int | None = Field(1993, ge=0, description="class order seed; none: the data set's own order")
+    class_order: Ints | None = None
+    oracle: bool = Field(False, description="the full past in place of the memory")
+    variant: str = Field("paper", description="which preset of the method: paper, authors")
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    engine: Literal["auto", "eager", "graph"] = "auto"
+    start: str | None = Field(None, description="a snapshot of another run to begin at")
+    image_size: int | None = Field(None, ge=4, description="for folders of images: the side they are brought to")
+    sections: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    def options(self, name: str, kind: type) -> Any:
+        """The validated options of one section."""
+        return validate(kind, self.sections.get(name, {}), where=name)
+
+    def resolved(self) -> dict[str, Any]:
+        """Flat form for the record: top-level fields, then a mapping for each section."""
+        plain = self.model_dump(mode="json", exclude={"sections"})
+        return {**plain, **self.sections}
+
+    def digest(self) -> str:
+        return digest(self.resolved())
+
+
+def digest(value: Any) -> str:
+    """A short hash of anything that JSON can hold."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def validate(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
+    """Build `kind` from `values`, or say which key is wrong, what it was and what was expected."""
+    known = list(kind.model_fields)  # type: ignore[attr-defined]
+    prefix = f"{where}." if where else ""
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"unknown setting {prefix}{key!s}.{nearest(key, known)} Known settings"
+                f"{' of ' + where if where else ''}: {', '.join(sorted(known))}."
+            )
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        given = first.get("input")
+        raise ConfigError(f"setting {prefix}{key} = {given!r} is not possible: {first['msg']}.") from None
+
+
+def assign(tree: dict[str, Any], setting: str) -> None:
+    """Apply one `a.b=value` from the command line; the value is read as YAML."""
+    path, separator, text = setting.partition("=")
+    parts = [part.strip() for part in path.split(".")]
+    if not separator or not all(parts):
+        raise ConfigError(f"--set takes key=value, such as ivt.interval=5; it was given {setting!r}.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of --set {setting!r} is not readable: {error}") from None
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    branch = tree
+    for part in parts[:-1]:
+        branch = branch.setdefault(part, {})
+        if not isinstance(branch, dict):
+            raise ConfigError(f"--set {setting!r}: {part} is a single value, it has no settings of its own.")
+    branch[parts[-1]] = value
+
+
+def differences(given: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """`key: saved -> given` for every setting that two resolved configurations do not share."""
+    rows: list[str] = []
+    for key in sorted({*given, *saved}):
+        a, b = saved.get(key, "absent"), given.get(key, "absent")
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            rows += differences(b, a, f"{prefix}{key}.")
+        elif a != b:
+            rows.append(f"{prefix}{key}: {a!r} -> {b!r}")
+    return rows

@@ -1,0 +1,74 @@
+"""What a data set is, wherever it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from incvec.errors import ConfigError, DataError, nearest
+
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images as uint8 [N, C, H, W] and labels as int64 [N], in the data set's own class numbering."""
+
+    name: str
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    class_names: tuple[str, ...]
+    pad: int  # padding of the random crop
+    flip: bool  # whether a mirrored image is still an image of its class
+    fingerprint: str  # the same for the same content, another for any other
+    normalisations: Mapping[str, Normalisation]
+
+    def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            images, labels = getattr(self, f"{part}_images"), getattr(self, f"{part}_labels")
+            if images.dtype != torch.uint8 or images.dim() != 4:
+                raise DataError(
+                    f"{self.name}: {part} images are {images.dtype} {list(images.shape)}, expected uint8 [N, C, H, W]"
+                )
+            if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+                raise DataError(
+                    f"{self.name}: {part} labels are {labels.dtype} {list(labels.shape)}, "
+                    f"expected int64 [{len(images)}], one for each image"
+                )
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.n_classes:
+                raise DataError(
+                    f"{self.name}: {part} labels run from {int(labels.min())} to {int(labels.max())}, "
+                    f"expected 0 to {self.n_classes - 1}, one for each class name"
+                )
+            for label, count in enumerate(torch.bincount(labels, minlength=self.n_classes).tolist()):
+                if count == 0:
+                    raise DataError(f"{self.name}: class {self.class_names[label]!r} has no {part} image")
+        if self.train_images.shape[1:] != self.test_images.shape[1:]:
+            raise DataError(
+                f"{self.name}: training images are {list(self.train_images.shape[1:])}, "
+                f"test images {list(self.test_images.shape[1:])}; expected the same shape"
+            )
+        if "default" not in self.normalisations:
+            raise DataError(f"{self.name}: no normalisation is called 'default'")
+
+    @property
+    def n_classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.train_images.shape[1:]
+        return channels, height, width
+
+    def normalisation(self, name: str = "default") -> Normalisation:
+        if name not in self.normalisations:
+            known = ", ".join(self.normalisations)
+            raise ConfigError(
+                f"{self.name} has no normalisation {name!r}, only {known}." + nearest(name, self.normalisations)
+            )
+        return self.normalisations[name]

@@ -1,0 +1,221 @@
+"""A folder of class folders: ROOT/train/CLASS/*.jpg and ROOT/test/ (or val/), or ROOT/CLASS/*.jpg split by rule.
+
+Classes are numbered in the sorted order of their folders' names, as torchvision's ImageFolder does. Where there
+is no train/, every fifth file of a class (`test_every`), in sorted order, is a test image. Images are turned as
+their EXIF says, made RGB, resized so that the short side is `size` (bicubic, antialiased) and cropped to the
+centre square.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from incvec.data.dataset import Dataset
+from incvec.errors import ConfigError, DataError
+
+T = TypeVar("T")
+EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+SIZE = 64
+TEST_EVERY = 5
+TEST_FOLDERS = ("test", "val")
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Which files there are, before any is opened."""
+
+    root: Path
+    classes: tuple[str, ...]
+    train: tuple[tuple[Path, int], ...]
+    test: tuple[tuple[Path, int], ...]
+    ignored: int  # files that do not look like images
+    rule: str  # how training and test images were told apart
+
+
+def list_files(root: str | Path | None, test_every: int = TEST_EVERY, test_folder: str | None = None) -> Listing:
+    if root is None:
+        raise DataError("a folder data set needs a data root: a folder of class folders")
+    path = Path(root).expanduser()
+    if not path.is_dir():
+        raise DataError(f"{path} is not a folder; expected train/ and test/ (or val/), or one folder a class")
+    if test_every < 2:
+        raise ConfigError(f"test_every is {test_every}: expected 2 or more, so that training images are left")
+    if _is_split(path):
+        return _list_split(path, test_folder)
+    if test_folder is not None:
+        raise DataError(f"{path} has no train/ for {test_folder}/ to go with: expected class folders in both")
+    files, ignored = _class_files(path)
+    train: list[tuple[Path, int]] = []
+    test: list[tuple[Path, int]] = []
+    for label, (name, members) in enumerate(files.items()):
+        if len(members) < test_every:
+            raise DataError(
+                f"{path / name} has {len(members)} image(s), expected at least {test_every}: "
+                f"every {test_every}th is a test image. Add images, lower test_every, or make train/ and "
+                "test/ yourself."
+            )
+        for position, file in enumerate(members, start=1):
+            (test if position % test_every == 0 else train).append((file, label))
+    rule = f"every {test_every}th file of a class, in sorted order, is a test image"
+    return Listing(path, tuple(files), tuple(train), tuple(test), ignored, rule)
+
+
+def _is_split(root: Path) -> bool:
+    """Whether train/ is one half of the data rather than a class of that name."""
+    train = root / "train"
+    beside = any((root / name).is_dir() for name in TEST_FOLDERS)
+    return train.is_dir() and (beside or any(entry.is_dir() for entry in train.iterdir()))
+
+
+def _list_split(root: Path, test_folder: str | None) -> Listing:
+    candidates = TEST_FOLDERS if test_folder is None else (test_folder,)
+    found = next((name for name in candidates if (root / name).is_dir()), None)
+    if found is None:
+        raise DataError(f"{root} has train/ but no {' or '.join(n + '/' for n in candidates)}: expected both")
+    train, ignored_train = _class_files(root / "train")
+    test, ignored_test = _class_files(root / found)
+    for here, names, there, others in (("train", train, found, test), (found, test, "train", train)):
+        for name in names:
+            if name not in others:
+                raise DataError(f"class {name!r} is in {root / here} but not in {root / there}: expected it in both")
+    return Listing(
+        root,
+        tuple(train),
+        tuple((file, label) for label, files in enumerate(train.values()) for file in files),
+        tuple((file, label) for label, files in enumerate(test.values()) for file in files),
+        ignored_train + ignored_test,
+        f"train/ and {found}/",
+    )
+
+
+def _class_files(folder: Path) -> tuple[dict[str, list[Path]], int]:
+    """The image files of every class folder, sorted, and how many other files lie there."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    if len(names) < 2:
+        raise DataError(f"{folder} holds {len(names)} class folder(s), expected one for each of 2 classes or more")
+    files: dict[str, list[Path]] = {}
+    ignored = 0
+    for name in names:
+        everything = sorted(
+            Path(place, file)
+            for place, _, members in os.walk(folder / name)
+            for file in members
+            if not file.startswith(".")
+        )
+        files[name] = [file for file in everything if file.suffix.lower() in EXTENSIONS]
+        ignored += len(everything) - len(files[name])
+        if not files[name]:
+            raise DataError(
+                f"class folder {folder / name} is empty: expected images ({', '.join(sorted(EXTENSIONS))}). "
+                "Add some or remove the folder."
+            )
+    return files, ignored
+
+
+def open_image(path: Path) -> Image.Image:
+    """The image, upright and RGB. Whatever a decoder makes of a bad file, the error names the file."""
+    try:
+        with Image.open(path) as image:
+            if image.mode == "F" or image.mode.startswith("I"):
+                # Pillow would cut such pixels off at 255 without a word.
+                raise ValueError(f"its pixels have more than 8 bits (mode {image.mode})")
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:
+        raise DataError(f"{path} cannot be read as an image: {error}. Replace it or remove it.") from error
+
+
+def square(image: Image.Image, size: int) -> NDArray[np.uint8]:
+    """Short side to `size`, then the centre square, as [size, size, 3]."""
+    width, height = image.size
+    short = min(width, height)
+    if short != size:
+        width, height = (max(size, round(side * size / short)) for side in (width, height))
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)), dtype=np.uint8)
+
+
+def _each(files: tuple[tuple[Path, int], ...], work: Callable[[int, Path], T]) -> list[T]:
+    """`work` on every file, in threads, since decoders release the interpreter's lock; raises the first error."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        jobs = [pool.submit(work, i, path) for i, (path, _) in enumerate(files)]
+        try:
+            return [job.result() for job in jobs]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _decode(files: tuple[tuple[Path, int], ...], size: int) -> tuple[Tensor, Tensor]:
+    images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
+    into = images.numpy()
+
+    def put(row: int, path: Path) -> None:
+        into[row] = square(open_image(path), size).transpose(2, 0, 1)
+
+    _each(files, put)
+    return images, torch.tensor([label for _, label in files], dtype=torch.int64)
+
+
+def load(
+    root: str | Path | None, size: int = SIZE, test_every: int = TEST_EVERY, test_folder: str | None = None
+) -> Dataset:
+    if size < 1:
+        raise ConfigError(f"size is {size}: expected the side of the images in pixels, 1 or more")
+    listing = list_files(root, test_every, test_folder)
+    train_images, train_labels = _decode(listing.train, size)
+    test_images, test_labels = _decode(listing.test, size)
+    return Dataset(
+        name="folder",
+        train_images=train_images,
+        train_labels=train_labels,
+        test_images=test_images,
+        test_labels=test_labels,
+        class_names=listing.classes,
+        pad=max(1, size // 8),
+        flip=True,
+        fingerprint=_fingerprint(listing, train_images, test_images),
+        normalisations={"default": IMAGENET},
+    )
+
+
+def _fingerprint(listing: Listing, train: Tensor, test: Tensor) -> str:
+    """Over names, file sizes and split, and over the pixels as decoded here: what training really sees."""
+    names = [
+        [(file.relative_to(listing.root).as_posix(), label, file.stat().st_size) for file, label in part]
+        for part in (listing.train, listing.test)
+    ]
+    digest = hashlib.sha256(json.dumps([listing.classes, names, list(train.shape)]).encode())
+    for images in (train, test):
+        digest.update(memoryview(images.numpy()).cast("B"))
+    return digest.hexdigest()
+
+
+def check(root: str | Path) -> list[str]:
+    """Open every image; a report in lines."""
+    listing = list_files(root)
+    sizes = _each(listing.train + listing.test, lambda _, path: open_image(path).size)
+    lines = [f"a folder of {len(listing.classes)} classes in {listing.root}", f"split: {listing.rule}"]
+    for part, files in (("training", listing.train), ("test", listing.test)):
+        counts = Counter(label for _, label in files).values()
+        lines.append(f"{len(files)} {part} images, {min(counts)} to {max(counts)} a class")
+    widths, heights = zip(*sizes, strict=True)
+    lines.append(f"{min(widths)} to {max(widths)} pixels wide, {min(heights)} to {max(heights)} high, all readable")
+    if listing.ignored:
+        lines.append(f"{listing.ignored} other file(s) ignored: not images by their names")
+    return lines

@@ -1,0 +1,187 @@
+"""Choosing among the images of a class by their features: herding, k-means, class means.
+
+All classes at once: their rows are laid out in one padded array with a mask. Arithmetic is in float64, so that
+the choice does not hang on the rounding of a batched product. These functions wait for the device; they run
+between stages, never inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from incvec.errors import DataError, TrainingError
+
+Chooser = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # features, mask, mean, m -> choices
+CHUNK = 64  # classes laid out at a time: bounds the memory that padding and float64 take
+HERDING_LIMIT = 1000  # iterations, as in LUCIR and iCaRL
+CHECK_EVERY = 16  # iterations between two looks at whether all is done; the result does not depend on it
+
+
+@torch.no_grad()
+def herd(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
+    """Herding as iCaRL and LUCIR code it: the rows of `m` exemplars of each class, best first.
+
+    With D the L2-normalised features of a class, mu their mean and w = mu at first, repeat: j = argmax_i <w, D_i>;
+    append j unless it was chosen before; in either case w <- w + mu - D_j. Stop at `m` rows or 1,000 iterations.
+    Should fewer have been found by then, the argmax is taken over those not yet chosen. Ties go to the first row.
+
+    `features` [n, d], `labels` [n]; the result is int64 [len(classes), m], positions in `features`.
+    """
+    return _by_chunk(_herd, features, labels, classes, m)
+
+
+@torch.no_grad()
+def herd_greedy(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
+    """Herding as PyCIL codes it, arguments and result as `herd`: without replacement, the k-th choice minimises
+
+    || mu - (sum of the chosen + D_i) / k ||, which is where the mean of the exemplars is after it.
+    """
+    return _by_chunk(_herd_greedy, features, labels, classes, m)
+
+
+def _herd(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
+    k, n, _ = features.shape
+    everyone = torch.arange(k, device=features.device)
+    rank = torch.full((k, n), m, device=features.device)  # m: not chosen
+    found = torch.zeros(k, dtype=torch.int64, device=features.device)
+    w = mean.clone()
+
+    def step(allowed: Tensor) -> None:
+        scores = torch.bmm(features, w[:, :, None])[:, :, 0].masked_fill(~allowed, -torch.inf)
+        j = scores.argmax(1)
+        new = (rank[everyone, j] == m) & (found < m)
+        rank[everyone, j] = torch.where(new, found, rank[everyone, j])
+        found.add_(new)
+        w.add_(mean - features[everyone, j])
+
+    for iteration in range(HERDING_LIMIT):
+        if iteration % CHECK_EVERY == 0 and bool((found >= m).all()):
+            break
+        step(mask)
+    while bool((found < m).any()):
+        step(mask & (rank == m))
+    return rank.argsort(dim=1, stable=True)[:, :m]
+
+
+def _herd_greedy(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
+    everyone = torch.arange(len(features), device=features.device)
+    total = torch.zeros_like(mean)
+    squares = features.square().sum(2)
+    free = mask.clone()
+    chosen = []
+    for k in range(1, m + 1):
+        missing = mean - total / k
+        # || missing - D / k ||^2 without its constant part
+        distance = squares / k**2 - 2 / k * torch.bmm(features, missing[:, :, None])[:, :, 0]
+        j = distance.masked_fill(~free, torch.inf).argmin(1)
+        total = total + features[everyone, j]
+        free[everyone, j] = False
+        chosen.append(j)
+    return torch.stack(chosen, 1)
+
+
+def _by_chunk(choose: Chooser, features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
+    if not bool(torch.isfinite(features).all()):
+        raise TrainingError("exemplars cannot be chosen: some features are not finite. Has the training diverged?")
+    if m == 0 or len(classes) == 0:
+        return torch.empty(len(classes), m, dtype=torch.int64, device=features.device)
+    chosen = []
+    for rows, mask in _laid_out(labels, classes, m, "for its exemplars: lower their number or add images"):
+        laid = F.normalize(features[rows].double(), dim=2) * mask[:, :, None]
+        mean = laid.sum(1) / mask.sum(1, keepdim=True)
+        chosen.append(rows.gather(1, choose(laid, mask, mean, m)))
+    return torch.cat(chosen)
+
+
+def _laid_out(labels: Tensor, classes: Sequence[int], at_least: int, why: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """For up to `CHUNK` classes at a time: their rows [k, longest], in ascending order, and the mask."""
+    order = labels.argsort(stable=True)
+    wanted = torch.as_tensor(list(classes), dtype=labels.dtype, device=labels.device)
+    ascending = labels[order]
+    first = torch.searchsorted(ascending, wanted)
+    counts = torch.searchsorted(ascending, wanted, right=True) - first
+    for label, count in zip(classes, counts.tolist(), strict=True):
+        if count < at_least:
+            raise DataError(f"class {label} has {count} image(s), {at_least} are needed {why}")
+    for at in range(0, len(classes), CHUNK):
+        start, count = first[at : at + CHUNK, None], counts[at : at + CHUNK, None]
+        column = torch.arange(int(count.max()), device=labels.device)
+        mask = column < count
+        yield order[torch.where(mask, start + column, start)], mask
+
+
+@torch.no_grad()
+def class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
+    """The mean feature of every class 0 .. n_classes - 1, [n_classes, d], as they are (nothing is normalised)."""
+    if n_classes == 0:
+        return features.new_empty(0, features.shape[1])
+    means = [
+        (features[rows].double() * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
+        for rows, mask in _laid_out(labels, range(n_classes), 1, "for its mean")
+    ]
+    return torch.cat(means).to(features.dtype)
+
+
+@torch.no_grad()
+def kmeans(
+    points: Tensor,
+    k: int,
+    generator: Generator,
+    mask: Tensor | None = None,
+    restarts: int = 10,
+    iterations: int = 100,
+) -> Tensor:
+    """Lloyd's k-means on each of b sets of points: `points` [b, n, d] -> centres [b, k, d].
+
+    Starts are drawn by k-means++; of `restarts` of them, the one with the least inertia is kept. `mask` [b, n] marks
+    the real points where sets differ in size. A centre that loses all its points stays where it is, and a set with
+    fewer than k different points gets some centre twice.
+    """
+    b, n, d = points.shape
+    mask = torch.ones(b, n, dtype=torch.bool, device=points.device) if mask is None else mask
+    if not bool(mask.any(1).all()) or k < 1 or restarts < 1:
+        raise ValueError(f"k = {k}, {restarts} restarts: expected 1 or more, and points in every set")
+    x = torch.where(mask[:, :, None], points.double(), 0.0)
+    centres = _spread(x, mask, k, restarts, generator)
+    nearest = torch.full((b, n, restarts), -1, device=points.device)
+    for iteration in range(iterations):
+        before, nearest = nearest, _distances(x, centres).argmin(3)
+        if iteration % CHECK_EVERY == 0 and bool((before == nearest).all()):
+            break
+        members = (F.one_hot(nearest, k) * mask[:, :, None, None]).double().flatten(2)
+        counts = members.sum(1).view(b, restarts, k, 1)
+        sums = torch.bmm(members.mT, x).view(b, restarts, k, d)
+        centres = torch.where(counts > 0, sums / counts.clamp(min=1), centres)
+    inertia = (_distances(x, centres).amin(3) * mask[:, :, None]).sum(1)
+    best = centres[torch.arange(b, device=points.device), inertia.argmin(1)]
+    return best.to(points.dtype)
+
+
+def _distances(x: Tensor, centres: Tensor) -> Tensor:
+    """Squared distances of x [b, n, d] to centres [b, r, k, d]: [b, n, r, k]."""
+    b, r, k, _ = centres.shape
+    flat = centres.flatten(1, 2)
+    squared = x.square().sum(2)[:, :, None] - 2 * torch.bmm(x, flat.mT) + flat.square().sum(2)[:, None, :]
+    return squared.clamp(min=0).view(b, x.shape[1], r, k)
+
+
+def _spread(x: Tensor, mask: Tensor, k: int, restarts: int, generator: Generator) -> Tensor:
+    """k-means++: the next centre is a point drawn in proportion to its squared distance to the nearest one."""
+    b, n, d = x.shape
+    rounding = 1e-12 * x.square().sum(2).amax(1)[:, None, None]
+    uniform = mask.double()[:, None].expand(b, restarts, n)
+    weights, centres = uniform, []
+    distance = torch.full((b, restarts, n), torch.inf, dtype=x.dtype, device=x.device)
+    for _ in range(k):
+        drawn = torch.multinomial(weights.reshape(b * restarts, n), 1, generator=generator).view(b, restarts)
+        centre = x.gather(1, drawn[:, :, None].expand(b, restarts, d))
+        centres.append(centre)
+        distance = torch.minimum(distance, _distances(x, centre[:, :, None])[..., 0].mT)
+        # A chosen point is at distance 0 but for rounding, which must not let it be drawn again.
+        weights = (distance * uniform).masked_fill(distance <= rounding, 0)
+        weights = torch.where(weights.sum(2, keepdim=True) > 0, weights, uniform)
+    return torch.stack(centres, 2)

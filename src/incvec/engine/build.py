@@ -1,0 +1,157 @@
+"""From a configuration to the things of a run: device, sources, method, add-ons."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import incvec
+from incvec.addons import find_addon
+from incvec.config import RunConfig
+from incvec.contracts import AddOn, Method, Task, World
+from incvec.data import Dataset, ImageSource, Views, class_order, relabel, split
+from incvec.engine.seeds import derive
+from incvec.errors import ConfigError
+from incvec.methods import find_method
+
+
+@dataclass
+class Parts:
+    """Everything a run is made of."""
+
+    world: World
+    method: Method
+    addons: list[AddOn]
+    test: ImageSource
+    tasks: tuple[Task, ...]
+    order: list[int]
+    engine: str  # "eager" or "graph"
+    precision: str
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is not known; expected auto, cpu, cuda or cuda:N.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no CUDA device here.")
+    return device
+
+
+def check_names(config: RunConfig) -> None:
+    """Unknown names, add-ons that refuse the method or one another, impossible options: before any data."""
+    method = find_method(config.method)
+    before: list[str] = []
+    for name in config.addons:
+        if name in before:
+            raise ConfigError(f"add-on {name!r} is named twice.")
+        reason = find_addon(name).refuses(method, before)
+        if reason:
+            raise ConfigError(f"add-on {name!r} cannot go with {' + '.join([config.method, *before])}: {reason}")
+        before.append(name)
+        config.options(name, find_addon(name).Options)
+    config.options(config.method, method.Options)
+
+
+def autocaster(device: torch.device, precision: str) -> Any:
+    """A fresh mixed-precision context at each call. Its weight cache is off: a captured step must not see it."""
+
+    def enter() -> AbstractContextManager[Any]:
+        if precision == "fp32":
+            return nullcontext()
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+    return enter
+
+
+def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, device: torch.device) -> Parts:
+    """Assemble a run's parts; nothing is trained or written."""
+    check_names(config)
+    kind = find_method(config.method)
+    options = config.options(config.method, kind.Options)
+    n_classes = len(dataset.class_names)
+    order = class_order(n_classes, config.order_seed, config.class_order)
+    tasks = split(n_classes, config.base_classes, config.tasks)
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    engine = config.engine
+    if engine == "auto":
+        engine = "graph" if device.type == "cuda" else "eager"
+    if engine == "graph" and device.type != "cuda":
+        raise ConfigError("engine=graph needs a CUDA device; use engine=auto or eager here.")
+    norms = dataset.normalisations
+    mean, std = norms.get(getattr(options, "normalisation", "default"), norms["default"])
+    views = Views(dataset.pad, dataset.flip, getattr(options, "brightness", 0.0), mean, std)
+    last = device.type == "cuda"
+    train = ImageSource(dataset.train_images, relabel(dataset.train_labels, order), views, device, last)
+    test = ImageSource(dataset.test_images, relabel(dataset.test_labels, order), views, device, last)
+    check_counts(train, options, kind, tasks, dataset, order)
+    channels, height, width = dataset.train_images.shape[1:]
+    world = World(
+        device=device,
+        tasks=tasks,
+        sources={"train": train},
+        generator=generator,
+        image_shape=(channels, height, width),
+        oracle=config.oracle,
+        autocast=autocaster(device, precision),
+    )
+    generator.manual_seed(derive(config.seed, "build"))
+    method = kind(options, world)
+    method.to(device)
+    if last:
+        method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    addons = []
+    for name in config.addons:
+        cls = find_addon(name)
+        addons.append(cls(config.options(name, cls.Options), world, method))
+    return Parts(world, method, addons, test, tasks, order, engine, precision)
+
+
+def check_counts(
+    train: ImageSource,
+    options: Any,
+    kind: type[Method],
+    tasks: tuple[Task, ...],
+    dataset: Dataset,
+    order: list[int],
+) -> None:
+    """Every class needs images, and as many as its exemplars."""
+    wanted = getattr(options, "memory", 1) if kind.exemplars else 1
+    total = getattr(options, "memory_total", None)
+    if kind.exemplars and total is not None:
+        wanted = max(total // tasks[0].n_seen, 1)
+    counts = train.counts().tolist()
+    for label in range(tasks[-1].n_seen):
+        if counts[label] < wanted:
+            raise ConfigError(
+                f"class {dataset.class_names[order[label]]!r} has {counts[label]} training images, but {wanted} are "
+                f"needed ({kind.name} keeps that many exemplars a class); lower {kind.name}.memory."
+            )
+
+
+@cache
+def code_version(method: str) -> str:
+    """A hash of the source files a base task depends on."""
+    root = Path(incvec.__file__).parent
+    files = [root / "contracts.py", root / "config.py", *sorted((root / "ivt").glob("fisher*.py"))]
+    for room in ("data", "nets", "engine"):
+        files += sorted((root / room).glob("*.py"))
+    for ancestor in find_method(method).__mro__:
+        if ancestor.__module__.startswith("incvec.methods."):
+            files.append(root / "methods" / (ancestor.__module__.rpartition(".")[2] + ".py"))
+    total = hashlib.blake2b(digest_size=12)
+    for file in sorted(set(files)):
+        total.update(os.fsencode(file.name) + file.read_bytes())
+    return total.hexdigest()

@@ -1,0 +1,90 @@
+"""Tensor files that survive a kill: safetensors with a hash for each tensor, written aside, synced, renamed.
+
+safetensors has no checksum of its own, and a memory format does not survive in it: tensors are stored as
+contiguous clones, and loading copies into tensors that already have the layout they should have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from incvec.errors import CheckpointError
+
+FORMAT = 1
+
+
+def _hash(tensor: Tensor) -> str:
+    plain = tensor.detach().contiguous().cpu().flatten()
+    return hashlib.blake2b(plain.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise CheckpointError(
+            f"could not write {path} ({len(content) / 1e6:.1f} MB): {error.strerror or error}. What was saved "
+            "before is intact; free some space or choose another --out, then run the same command again."
+        ) from error
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove what a killed write left behind."""
+    for leftover in folder.glob(".*.safetensors.*"):
+        with contextlib.suppress(OSError):
+            leftover.unlink()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    """One safetensors file; `meta` is any JSON."""
+    plain = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    hashes = {name: _hash(tensor) for name, tensor in plain.items()}
+    text = json.dumps({"format": FORMAT, "hashes": hashes, **meta})
+    write_bytes(path, save(plain, metadata={"incvec": text}))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `write_tensors` wrote, every hash checked."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = json.loads((file.metadata() or {}).get("incvec", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): it is truncated or not one of ours. Move it away to start anew."
+        ) from None
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {meta.get('format')!r}, this version reads {FORMAT}.")
+    hashes = meta["hashes"]
+    if set(hashes) != set(tensors):
+        raise CheckpointError(f"{path} does not hold the tensors it lists. Move it away to start anew.")
+    for name, tensor in tensors.items():
+        if _hash(tensor) != hashes[name]:
+            raise CheckpointError(f"{path} was altered: tensor {name!r} does not match its hash. Move it away.")
+    return tensors, meta

@@ -1,0 +1,585 @@
+"""The one training loop. A run is a generator: it queues work and yields events.
+
+A run's position is (task, stage, epoch), and means: all before is done. Epoch 0 of a stage: its begin hook has
+not run; stage 0, epoch 0: the task has not begun. So begin hooks run once, and a run that was killed goes on
+from its last checkpoint as if nothing had happened: every draw is seeded by what is being done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from incvec.config import RunConfig, differences
+from incvec.contracts import Stage, Task
+from incvec.data import Dataset
+from incvec.engine import events as ev
+from incvec.engine.accelerate import compile_backbones, forget_compiled
+from incvec.engine.build import Parts, build, code_version, pick_device
+from incvec.engine.evaluate import correct_by_class
+from incvec.engine.files import read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.engine.seeds import derive
+from incvec.engine.shared import BaseFile, base_key
+from incvec.engine.stage import StageLoop, capture
+from incvec.errors import CheckpointError, TrainingError
+from incvec.ivt.fisher import BatchFisher
+from incvec.metrics import counts_by_task, matrix_from_counts, summarise
+from incvec.records import FORMAT, environment
+
+SAVING_SHARE = 20  # a checkpoint is due once 20 times the last write's duration has passed
+
+
+@dataclass
+class Progress:
+    """What a run has to show so far; plain values, kept in the checkpoint's JSON."""
+
+    correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
+    losses: list[dict[str, Any]] = field(default_factory=list)  # a row a stage
+    facts: list[dict[str, Any]] = field(default_factory=list)  # a row a task, from the add-ons
+    task_seconds: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    notices: list[str] = field(default_factory=list)
+
+
+class Run:
+    """One method, its add-ons, one data set, one seed, in one folder."""
+
+    def __init__(self, config: RunConfig, dataset: Dataset, out: Path, bases: Path | None = None) -> None:
+        self.config, self.dataset, self.out, self.bases = config, dataset, out, bases
+        self.name = " + ".join([config.method, *config.addons]) + (" oracle" if config.oracle else "")
+        self.device = pick_device(config.device)
+        self.generator = torch.Generator(self.device)
+        self.views_generator = torch.Generator(self.device)
+        self.shuffle_generator = torch.Generator(self.device)
+        self.position = (0, 0, 0)
+        self.progress = Progress()
+        self.base_fisher: dict[str, Tensor] | None = None
+        self.loop: StageLoop | None = None
+        self.parts: Parts
+        self.base: BaseFile | None = None
+        self._plans: dict[int, list[Stage]] = {}
+        self._last_write = (0.0, 0.0)  # when, and how long it took
+        self._clock = time.monotonic()
+        self._pool: Any = None
+        self._done_work = 0.0
+        self._work_start: tuple[float, float] | None = None
+        self._rows_seen: dict[tuple[bool, str], float] = {}
+
+    # Files ----------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_path(self) -> Path:
+        return self.out / "checkpoint.safetensors"
+
+    @property
+    def record_path(self) -> Path:
+        return self.out / "record.json"
+
+    def snapshot_path(self, task: int) -> Path:
+        return self.out / "snapshots" / f"task-{task:02d}.safetensors"
+
+    # The whole run --------------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[ev.Event]:
+        """Train, evaluate, save; yields as it goes."""
+        if self.record_path.exists():
+            record = json.loads(self.record_path.read_text())
+            self._same_config(record["config"], self.record_path)
+            yield ev.Finished(record, str(self.record_path), already=True)
+            return
+        self.parts = build(self.config, self.dataset, self.generator, self.device)
+        if self.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            resumed = self._resume()
+            yield ev.Started(self.name, len(self.parts.tasks), self.parts.engine, str(self.device), resumed)
+            yield from self._reach_base()
+            while self.position[0] < len(self.parts.tasks):
+                yield from self._task(self.parts.tasks[self.position[0]])
+            record = self._record()
+            write_bytes(self.record_path, (json.dumps(record, indent=1) + "\n").encode())
+            self.checkpoint_path.unlink(missing_ok=True)
+            yield ev.Finished(record, str(self.record_path))
+        finally:
+            self.loop = None
+            if self.base is not None:
+                self.base.release()
+
+    def _resume(self) -> str | None:
+        sweep_temporaries(self.out)
+        if self.checkpoint_path.exists():
+            tensors, meta = read_tensors(self.checkpoint_path)
+            self._same_config(meta["config"], self.checkpoint_path)
+            self._load(tensors, meta)
+            task, stage, epoch = self.position
+            return f"task {task + 1}, stage {stage + 1}, epoch {epoch}"
+        if self.config.start:
+            tensors, meta = read_tensors(Path(self.config.start))
+            if meta.get("kind") != "snapshot":
+                raise CheckpointError(f"{self.config.start} is not a snapshot of a task.")
+            self._load(tensors, meta, addons=meta["config"]["addons"] == list(self.config.addons))
+            return f"snapshot {self.config.start}"
+        return None
+
+    def _same_config(self, saved: Mapping[str, Any], where: Path) -> None:
+        rows = differences(self.config.resolved(), saved)
+        if rows:
+            raise CheckpointError(
+                f"{where} belongs to another configuration ({'; '.join(rows[:6])}). Choose another --out, or "
+                "give the settings it was made with."
+            )
+
+    def _reach_base(self) -> Iterator[ev.Event]:
+        """Load the shared base where there is one, wait where another run trains it, or take its lock."""
+        own = len(self.parts.method.stages(self.parts.tasks[0]))
+        if self.bases is None or self.position >= (0, own, 0):
+            return
+        self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts))
+        while not self.base.acquire():
+            yield ev.Tick(waiting=True)
+        if self.base.exists():
+            tensors, meta = read_tensors(self.base.path)
+            self._load(tensors, meta, addons=False)
+            self.base.release()
+            yield ev.Notice(f"base task taken from {self.base.path}")
+
+    # A task ---------------------------------------------------------------------------------------------
+
+    def _plan(self, task: Task) -> list[Stage]:
+        if task.index not in self._plans:
+            own = self.parts.method.stages(task)
+            stages = own
+            for addon in self.parts.addons:
+                stages = addon.plan(task, list(stages))
+            if task.index == 0 and stages[: len(own)] != own:
+                raise TrainingError("an add-on changed the base task's own stages; it may only append to them.")
+            self._plans[task.index] = stages
+        return self._plans[task.index]
+
+    def _listeners(self, task: Task, stage: Stage | None = None) -> list[Any]:
+        """Add-ons that hear of this: all of them, except in the base task's own stages."""
+        if task.index == 0 and (stage is None or stage.owner is None):
+            return []
+        return self.parts.addons
+
+    def _reseed(self, *purpose: object) -> None:
+        self.generator.manual_seed(derive(self.config.seed, *purpose))
+
+    def _task(self, task: Task) -> Iterator[ev.Event]:
+        method, addons = self.parts.method, self.parts.addons
+        began = time.monotonic()
+        if self.position == (task.index, 0, 0):
+            self._grow(task)
+            self._reseed(task.index, "begin_task")
+            method.begin_task(task)
+            for addon in self._listeners(task):
+                self._reseed(task.index, "begin_task", addon.name)
+                addon.begin_task(task)
+        stages = self._plan(task)
+        own = len(method.stages(task))
+        while self.position[1] < len(stages):
+            if task.index == 0 and self.position == (0, own, 0):
+                yield from self._publish_base()
+            yield from self._stage(task, stages[self.position[1]])
+        if task.index == 0 and self.position == (0, own, 0):
+            yield from self._publish_base()
+        for addon in addons:
+            self._reseed(task.index, "end_task", addon.name)
+            addon.end_task(task, self.base_fisher if task.index == 0 else None)
+        self._reseed(task.index, "end_task")
+        method.end_task(task)
+        self.progress.facts.append({addon.name: addon.facts() for addon in addons})
+        yield from self._evaluate(task)
+        if task.index == 0:
+            self.base_fisher = None
+        self.progress.task_seconds.append(round(time.monotonic() - began, 3))
+        self.position = (task.index + 1, 0, 0)
+        yield self._save()
+
+    def _grow(self, task: Task) -> None:
+        self._reseed(task.index, "grow")
+        self.parts.method.task = task
+        self.parts.method.grow(task)
+
+    def _publish_base(self) -> Iterator[ev.Event]:
+        if self.base is not None and not self.base.exists():
+            began = time.monotonic()
+            write_tensors(self.base.path, self._tensors(addons=False), self._meta("base"))
+            yield ev.Saved(str(self.base.path), time.monotonic() - began)
+        if self.base is not None:
+            self.base.release()
+
+    def _evaluate(self, task: Task) -> Iterator[ev.Event]:
+        """Fill one row, from the deployed weights where an add-on deploys others than it trains."""
+        method = self.parts.method
+        deployed = [weights for addon in self.parts.addons if (weights := addon.deployed(task)) is not None]
+        state = method.model.state_dict(keep_vars=False)
+        kept = {name: state[name].clone() for name in deployed[-1]} if deployed else {}
+        with torch.no_grad():
+            for name, weight in deployed[-1].items() if deployed else ():
+                state[name].copy_(weight)
+        self._reseed(task.index, "evaluation")
+        method.begin_evaluation(task)
+        rows = self.parts.test.rows_of(0, task.n_seen)
+        for name, counts in correct_by_class(method, self.parts.world, self.parts.test, rows, task).items():
+            self.progress.correct.setdefault(name, []).append(counts)
+        write_tensors(self.snapshot_path(task.index), self._snapshot(), self._meta("snapshot", task.index + 1))
+        with torch.no_grad():
+            for name, weight in kept.items():
+                state[name].copy_(weight)
+        matrix = self.matrix()
+        totals = self._test_counts()
+        weighted = sum(a * n for a, n in zip(matrix[-1], totals, strict=False))
+        yield ev.TaskEnded(task.index, weighted / sum(totals[: task.index + 1]), matrix[-1])
+
+    # A stage --------------------------------------------------------------------------------------------
+
+    def _stage(self, task: Task, stage: Stage) -> Iterator[ev.Event]:
+        parts = self.parts
+        number = self.position[1]
+        listeners = self._listeners(task, stage)
+        main_of_base = task.index == 0 and stage.role == "main"
+        if self.loop is None:
+            self._reseed(task.index, stage.name, "begin_stage")
+            rows = parts.method.begin_stage(task, stage) if stage.owner is None else None
+            for addon in listeners:
+                self._reseed(task.index, stage.name, "begin_stage", addon.name)
+                given = addon.begin_stage(task, stage)
+                if stage.owner == addon.name:
+                    rows = given
+            if rows is None:
+                raise TrainingError(f"stage {stage.name!r} was given no rows by {stage.owner or parts.method.name}.")
+            self.loop = self._make_loop(task, stage, rows)
+        loop = self.loop
+        loop.set_mode()
+        yield from self._speed_up(loop)
+        self._rows_seen[(task.index == 0, stage.name)] = float(len(loop.rows))
+        yield ev.StageStarted(task.index, stage.name, stage.epochs, self.position[2], len(loop.rows), loop.steps)
+        log = self._loss_log(task, stage)
+        pending: tuple[int, Tensor, Any] | None = None
+        began = time.monotonic()
+        for epoch in range(self.position[2], stage.epochs):
+            where = (task.index, stage.name, epoch)
+            self._reseed(*where, "loss")
+            self.views_generator.manual_seed(derive(self.config.seed, *where, "views"))
+            self.shuffle_generator.manual_seed(derive(self.config.seed, *where, "shuffle"))
+            loop.prepare(epoch, self.shuffle_generator)
+            if main_of_base and loop.fisher is not None:
+                loop.fisher.zero_()
+            for addon in listeners:
+                addon.begin_epoch(task, stage, epoch + 1)
+            for _ in loop.epoch():
+                yield ev.Tick()
+            for addon in listeners:
+                addon.end_epoch(task, stage, epoch + 1, loop.optimiser)
+            current = (epoch, *self._fetch_history(loop))
+            if pending is not None:
+                yield from self._read_history(task, stage, loop, log, pending)
+            pending = current
+            if self._save_due() and epoch + 1 < stage.epochs:
+                yield from self._read_history(task, stage, loop, log, pending)
+                pending = None
+                self.position = (task.index, number, epoch + 1)
+                yield self._save()
+        if pending is not None:
+            yield from self._read_history(task, stage, loop, log, pending)
+        log["seconds"] = round(log["seconds"] + time.monotonic() - began, 3)
+        if main_of_base and loop.fisher is not None:
+            self.base_fisher = {
+                name.removeprefix("model."): value
+                for name, value in loop.fisher.mean().items()
+                if name.startswith("model.")
+            }
+        for addon in listeners:
+            self._reseed(task.index, stage.name, "end_stage", addon.name)
+            addon.end_stage(task, stage)
+        self._reseed(task.index, stage.name, "end_stage")
+        if stage.owner is None:
+            parts.method.end_stage(task, stage)
+        self.loop = None
+        self.position = (task.index, number + 1, 0)
+        yield self._save()
+
+    def _make_loop(self, task: Task, stage: Stage, rows: Tensor) -> StageLoop:
+        parts = self.parts
+        listeners = self._listeners(task, stage)
+        loop = StageLoop(parts.method, listeners, parts.world, stage, rows, self.views_generator)
+        if task.index == 0 and stage.role == "main":
+            loop.fisher = BatchFisher(loop.parameters)
+        return loop
+
+    def _speed_up(self, loop: StageLoop) -> Iterator[ev.Event]:
+        """Compile and capture the step, or say why it stays eager."""
+        if self.parts.engine != "graph":
+            return
+        if loop.stage.eager:
+            self.progress.notices.append(f"stage {loop.stage.name!r} runs eagerly: {loop.stage.eager}")
+            forget_compiled(self.parts.method)
+            return
+        compile_backbones(self.parts.method)
+        for addon in loop.addons:
+            addon.begin_epoch(self.parts.method.task, loop.stage, self.position[2] + 1)
+        live = {**self._tensors(addons=False), **loop.parameters}
+        for attempt in ("compiled and captured", "captured", "eager"):
+            saved = {name: tensor.clone() for name, tensor in live.items()}
+            try:
+                if attempt != "eager":
+                    capture(loop, live, [self.generator, self.views_generator], self._pool)
+                return
+            except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
+                loop.replay = None
+                forget_compiled(self.parts.method)
+                with torch.no_grad():
+                    for name, tensor in live.items():
+                        tensor.copy_(saved[name])
+                loop.cursor.zero_()
+                text = f"stage {loop.stage.name!r} could not be {attempt}: {type(error).__name__}: {error}"[:500]
+                self.progress.notices.append(text)
+                yield ev.Notice(text)
+
+    def _fetch_history(self, loop: StageLoop) -> tuple[Tensor, Any]:
+        """Queue a copy of the epoch's loss terms to the host; nothing waits here."""
+        if self.device.type != "cuda":
+            return loop.history.clone(), None
+        host = torch.empty(loop.history.shape, pin_memory=True)
+        host.copy_(loop.history, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return host, done
+
+    def _read_history(
+        self, task: Task, stage: Stage, loop: StageLoop, log: dict[str, Any], pending: tuple[int, Tensor, Any]
+    ) -> Iterator[ev.Event]:
+        epoch, history, done = pending
+        while done is not None and not done.query():
+            yield ev.Tick(waiting=True)
+        bad = (~history.isfinite()).nonzero()
+        if len(bad):
+            step, term = bad[0].tolist()
+            saved = (
+                f"the last good checkpoint is {self.checkpoint_path}"
+                if self.checkpoint_path.exists()
+                else ("nothing had been saved yet")
+            )
+            raise TrainingError(
+                f"loss term {loop.terms[term]!r} became {history[step, term].item()} in task {task.index + 1}, "
+                f"stage {stage.name!r}, epoch {epoch + 1}, step {step + 1}; {saved}. A smaller learning rate or "
+                "--set precision=fp32 may help."
+            )
+        means = history.mean(0).tolist()
+        terms = dict(zip(loop.terms, means, strict=True))
+        for name, value in terms.items():
+            log["terms"].setdefault(name, []).append(float(f"{value:.5g}"))
+        self._done_work += len(loop.rows)
+        fraction, left = self._estimate(task, stage, epoch + 1)
+        yield ev.EpochEnded(task.index, stage.name, epoch + 1, stage.epochs, terms, fraction, left)
+
+    def _loss_log(self, task: Task, stage: Stage) -> dict[str, Any]:
+        for row in self.progress.losses:
+            if row["task"] == task.index and row["stage"] == stage.name:
+                return row
+        row = {"task": task.index, "stage": stage.name, "terms": {}, "seconds": 0.0}
+        self.progress.losses.append(row)
+        return row
+
+    def _estimate(self, task: Task, stage: Stage, epochs_done: int) -> tuple[float, float | None]:
+        """Share of the whole run's work done, and the seconds left at the rate so far."""
+        total = done = 0.0
+        labels = self.parts.world.train.labels
+        per_class = len(labels) / self.parts.tasks[-1].n_seen
+        for t in self.parts.tasks:
+            for s in self._plan(t):
+                rows = self._rows_seen.get((t.index == 0, s.name), per_class * t.n_new)
+                total += rows * s.epochs
+                here = (t.index, self._plan(t).index(s))
+                now = (task.index, self._plan(task).index(stage))
+                if here < now:
+                    done += rows * s.epochs
+                elif here == now:
+                    done += rows * epochs_done
+        clock = time.monotonic()
+        if self._work_start is None:
+            self._work_start = (clock, done)
+            return done / total, None
+        began, at = self._work_start
+        rate = (done - at) / max(clock - began, 1e-9)
+        return done / total, (total - done) / rate if rate > 0 else None
+
+    # State ----------------------------------------------------------------------------------------------
+
+    def _tensors(self, addons: bool = True) -> dict[str, Tensor]:
+        """Every live tensor needed to go on; the names never clash."""
+        method = self.parts.method
+        found = {f"method/{name}": tensor for name, tensor in method.state_dict(keep_vars=False).items()}
+        found |= {f"store/{name}": tensor for name, tensor in method.store.items()}
+        if addons:
+            for addon in self.parts.addons:
+                found |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.state().items()}
+        if self.base_fisher is not None:
+            found |= {f"fisher/{name}": tensor for name, tensor in self.base_fisher.items()}
+        if self.loop is not None:
+            found |= {f"loop/{name}": tensor for name, tensor in self.loop.state().items()}
+        return found
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        """A task's model, with what a run needs to begin there: no teacher, no optimiser."""
+        return {
+            name: tensor
+            for name, tensor in self._tensors().items()
+            if not name.startswith(("method/teacher.", "loop/", "fisher/"))
+        }
+
+    def _meta(self, kind: str, tasks_done: int | None = None) -> dict[str, Any]:
+        position = list(self.position) if tasks_done is None else [tasks_done, 0, 0]
+        progress = dict(vars(self.progress), seconds=self._seconds())
+        return {
+            "kind": kind,
+            "position": position,
+            "grown": (position[0] - 1) if position[1:] == [0, 0] else position[0],
+            "config": self.config.resolved(),
+            "class_order": self.parts.order,
+            "code": code_version(self.config.method),
+            "progress": progress,
+            "engine": self.parts.engine,
+        }
+
+    def _load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
+        """Grow the structure the file was written with, then fill in the values."""
+        method = self.parts.method
+        first = meta["grown"]
+        for task in self.parts.tasks[: first + 1]:
+            self._grow(task)
+        groups: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            room, _, rest = name.partition("/")
+            groups.setdefault(room, {})[rest] = tensor
+        live = method.state_dict(keep_vars=False)
+        given = groups.get("method", {})
+        missing = [n for n in live if n not in given and not n.startswith("teacher.")]
+        strange = [n for n in given if n not in live]
+        if missing or strange:
+            raise CheckpointError(
+                f"the saved weights do not fit {method.name}: missing {missing[:3]}, unexpected {strange[:3]}. "
+                "They were written by another version; move them away to start anew."
+            )
+        with torch.no_grad():
+            for name, tensor in given.items():
+                if live[name].shape != tensor.shape:
+                    raise CheckpointError(
+                        f"saved tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(live[name].shape)}."
+                    )
+                live[name].copy_(tensor)
+        method.store = {name: t.to(self.device) for name, t in groups.get("store", {}).items()}
+        if "fisher" in groups:
+            self.base_fisher = {name: t.to(self.device) for name, t in groups["fisher"].items()}
+        self.position = tuple(meta["position"])
+        self.progress = Progress(**meta["progress"])
+        self._clock = time.monotonic()
+        if addons:
+            by_addon: dict[str, dict[str, Tensor]] = {}
+            for name, tensor in groups.get("addon", {}).items():
+                addon_name, _, rest = name.partition("/")
+                by_addon.setdefault(addon_name, {})[rest] = tensor.to(self.device)
+            for addon in self.parts.addons:
+                addon.load_state(by_addon.get(addon.name, {}))
+        if "loop" in groups:
+            task = self.parts.tasks[self.position[0]]
+            stage = self._plan(task)[self.position[1]]
+            self.loop = self._make_loop(task, stage, groups["loop"]["rows"].to(self.device))
+            self.loop.load_state(groups["loop"])
+
+    def _seconds(self) -> float:
+        return round(self.progress.seconds + time.monotonic() - self._clock, 3)
+
+    def _save_due(self) -> bool:
+        when, took = self._last_write
+        return time.monotonic() - when > SAVING_SHARE * took
+
+    def _save(self) -> ev.Saved:
+        began = time.monotonic()
+        write_tensors(self.checkpoint_path, self._tensors(), self._meta("checkpoint"))
+        now = time.monotonic()
+        self._last_write = (now, now - began)
+        return ev.Saved(str(self.checkpoint_path), now - began)
+
+    # The record -----------------------------------------------------------------------------------------
+
+    def _test_counts(self) -> list[int]:
+        return counts_by_task(self._class_counts(), self.parts.tasks)
+
+    def _class_counts(self) -> list[int]:
+        counts: list[int] = self.parts.test.counts().tolist()
+        return counts[: self.parts.tasks[-1].n_seen]
+
+    def matrix(self, classifier: str | None = None) -> list[list[float]]:
+        """Rows of the accuracy matrix so far, in percent."""
+        name = classifier or next(iter(self.progress.correct))
+        return matrix_from_counts(self.progress.correct[name], self._class_counts(), self.parts.tasks)
+
+    def _record(self) -> dict[str, Any]:
+        config = self.config
+        counts = self._test_counts()
+        classifiers = {
+            name: {
+                "accuracy": self.matrix(name),
+                "metrics": summarise(
+                    self.matrix(name), counts, correct_by_class=correct, class_counts=self._class_counts()
+                ),
+            }
+            for name, correct in self.progress.correct.items()
+        }
+        first = next(iter(classifiers.values()))
+        return {
+            "format": FORMAT,
+            "method": config.method,
+            "addons": list(config.addons),
+            "dataset": config.dataset,
+            "tasks": config.tasks,
+            "oracle": config.oracle,
+            "seed": config.seed,
+            "order_seed": config.order_seed,
+            "metrics": first["metrics"],
+            "accuracy": first["accuracy"],
+            "test_counts": counts,
+            "classifier": next(iter(classifiers)),
+            "classifiers": classifiers,
+            "correct": self.progress.correct,
+            "class_counts": self._class_counts(),
+            "class_order": self.parts.order,
+            "config": config.resolved(),
+            "seconds": self._seconds(),
+            "task_seconds": self.progress.task_seconds,
+            "losses": self.progress.losses,
+            "facts": self.progress.facts,
+            "engine": {
+                "kind": self.parts.engine,
+                "precision": self.parts.precision,
+                "notices": self.progress.notices,
+            },
+            "environment": environment(self.device),
+            "data_fingerprint": self.dataset.fingerprint,
+        }
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Turn a run to its end and return its record."""
+    record: dict[str, Any] = {}
+    for event in run.events():
+        if isinstance(event, ev.Tick) and event.waiting:
+            time.sleep(0.001)
+        elif isinstance(event, ev.Finished):
+            record = event.record
+    return record
+
+
+def close_quietly(events: Iterator[ev.Event]) -> None:
+    with contextlib.suppress(RuntimeError):
+        events.close()  # type: ignore[attr-defined]

@@ -1,0 +1,231 @@
+"""One stage's training: a step as a function of device tensors, run eagerly or replayed as a CUDA graph.
+
+The step reads everything from pre-allocated tensors (the epoch's order, a cursor, the learning rates) and
+writes everything into such (weights, optimiser state, Fisher sums, the history of loss terms), so that an
+epoch is queued without a host synchronisation and its history is read once, after the next one is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from incvec.contracts import AddOn, Method, Stage, World
+from incvec.errors import ConfigError
+from incvec.ivt.fisher import BatchFisher
+
+WARMUP_STEPS = 3
+TICK = 16  # steps queued before other runs get a turn
+
+
+def select_parameters(stage: Stage, method: Method, addons: Sequence[AddOn]) -> list[dict[str, nn.Parameter]]:
+    """The parameters of each group, by name; each parameter belongs to the first group that owns it."""
+    named = dict(method.named_parameters())
+    for addon in addons:
+        named |= {f"addons.{addon.name}.{name}": parameter for name, parameter in addon.parameters()}
+    named = {name: p for name, p in named.items() if not name.startswith("teacher.")}
+    chosen: set[str] = set()
+    groups = []
+    for group in stage.groups:
+        own = {name: p for name, p in named.items() if name not in chosen and group.owns(name)}
+        chosen |= set(own)
+        groups.append(own)
+    if stage.groups and not chosen:
+        raise ConfigError(f"stage {stage.name!r} of {method.name} trains nothing: no parameter has its prefixes.")
+    for name, parameter in named.items():
+        parameter.requires_grad_(name in chosen)
+    return groups
+
+
+def make_optimiser(stage: Stage, groups: list[dict[str, nn.Parameter]], device: torch.device) -> torch.optim.Optimizer:
+    """A torch optimiser whose state exists from the start and whose rates are tensors, so a graph can hold it."""
+    settings = stage.optimiser
+    assert settings is not None
+    lists = [
+        {
+            "params": list(own.values()),
+            "lr": torch.tensor(group.lr, device=device),
+            "weight_decay": group.weight_decay,
+        }
+        for group, own in zip(stage.groups, groups, strict=True)
+        if own
+    ]
+    optimiser: torch.optim.Optimizer
+    if settings.kind == "sgd":
+        optimiser = torch.optim.SGD(
+            lists, lr=torch.tensor(0.0, device=device), momentum=settings.momentum,
+            nesterov=settings.nesterov, fused=True,
+        )  # fmt: skip
+    else:
+        kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
+        rate = torch.tensor(0.0, device=device)
+        optimiser = kind(lists, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)
+    for group in optimiser.param_groups:
+        for parameter in group["params"]:
+            state = optimiser.state[parameter]
+            zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if settings.kind == "sgd":
+                if settings.momentum:
+                    state["momentum_buffer"] = zeros
+            else:
+                state["step"] = torch.zeros((), device=device)
+                state["exp_avg"], state["exp_avg_sq"] = zeros, zeros.clone()
+    return optimiser
+
+
+class StageLoop:
+    """Trains one stage on the given rows; `epoch()` queues one epoch's work and yields now and then."""
+
+    def __init__(
+        self,
+        method: Method,
+        addons: Sequence[AddOn],
+        world: World,
+        stage: Stage,
+        rows: Tensor,
+        views_generator: torch.Generator,
+        fisher: BatchFisher | None = None,
+    ) -> None:
+        self.method, self.addons, self.world, self.stage = method, addons, world, stage
+        self.rows = rows
+        self.batch = min(stage.batch_size, len(rows))
+        self.steps = len(rows) // self.batch if self.batch else 0
+        if self.steps == 0:
+            raise ConfigError(f"stage {stage.name!r} of {method.name} has no rows to train on.")
+        self.views_generator = views_generator
+        self.fisher = fisher
+        device = world.device
+        self.groups = select_parameters(stage, method, addons)
+        self.parameters = {name: p for own in self.groups for name, p in own.items()}
+        self.optimiser = make_optimiser(stage, self.groups, device) if stage.optimiser else None
+        self.base_rates = [group.lr for group, own in zip(stage.groups, self.groups, strict=True) if own]
+        self.factors = stage.schedule.factors(stage.epochs, self.steps)
+        self.rates = self.factors[: self.steps].to(device)
+        self.order = torch.zeros(self.steps * self.batch, dtype=torch.int64, device=device)
+        self.cursor = torch.zeros((), dtype=torch.int64, device=device)
+        self.lanes = torch.arange(self.batch, device=device)
+        self.terms: list[str] = []
+        self.history = torch.zeros(0, device=device)
+        self.loss: Callable[..., Mapping[str, Tensor]] = stage.loss or method.loss
+        self.replay: Callable[[], None] | None = None
+
+    # The step -------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Fetch, forward, backward, transform, add-ons, optimiser: static tensor code throughout."""
+        rows = self.order.index_select(0, self.cursor * self.batch + self.lanes)
+        batch = self.world.sources[self.stage.source].fetch(rows, self.views_generator, self.stage.views)
+        with torch.set_grad_enabled(bool(self.parameters)), self.world.autocast():
+            terms = self.loss(batch)
+            total = torch.stack([term.float() for term in terms.values()]).sum()
+        self._note(terms)
+        if self.parameters:
+            parameters = list(self.parameters.values())
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.method.gradients(self.parameters)
+            if self.fisher is not None:
+                self.fisher.accumulate(self.parameters.items())  # zeroed as each epoch begins
+            for addon in self.addons:
+                addon.gradients(self.stage, self.parameters)
+            if self.optimiser is not None:
+                if self.stage.schedule.by == "step":
+                    self._set_rates(self.rates.index_select(0, self.cursor[None]))
+                self.optimiser.step()
+            for parameter in parameters:
+                parameter.grad = None
+        self.cursor += 1
+
+    def _note(self, terms: Mapping[str, Tensor]) -> None:
+        if not self.terms:
+            self.terms = list(terms)
+            self.history = torch.zeros(self.steps, len(terms), device=self.world.device)
+        row = torch.stack([term.detach().float() for term in terms.values()])
+        self.history.index_copy_(0, self.cursor[None], row[None])
+
+    def _set_rates(self, factor: Tensor) -> None:
+        assert self.optimiser is not None
+        for group, base in zip(self.optimiser.param_groups, self.base_rates, strict=True):
+            group["lr"].copy_((factor * base).squeeze())
+
+    # Epochs ---------------------------------------------------------------------------------------------
+
+    def prepare(self, epoch: int, shuffle: torch.Generator) -> None:
+        """Lay out the epoch's order and rates; `epoch` counts from 0."""
+        shuffled = torch.randperm(len(self.rows), generator=shuffle, device=self.rows.device)
+        self.order.copy_(self.rows[shuffled[: len(self.order)]])
+        self.cursor.zero_()
+        factors = self.factors[epoch * self.steps : (epoch + 1) * self.steps]
+        if self.stage.schedule.by == "step":
+            self.rates.copy_(factors)
+        elif self.optimiser is not None:
+            for group, base in zip(self.optimiser.param_groups, self.base_rates, strict=True):
+                group["lr"].fill_(float(factors[0]) * base)
+
+    def epoch(self) -> Iterator[None]:
+        """Queue the epoch's steps."""
+        run = self.replay or self.step
+        for number in range(self.steps):
+            run()
+            if number % TICK == TICK - 1:
+                yield None
+
+    def set_mode(self) -> None:
+        """Train mode as the stage asks for it."""
+        self.method.train()
+        if self.stage.batchnorm == "frozen":
+            for module in self.method.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+
+    # State ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimiser's tensors by parameter name, and the rows."""
+        found = {"rows": self.rows}
+        if self.optimiser is not None:
+            for name, parameter in self.parameters.items():
+                for key, value in self.optimiser.state[parameter].items():
+                    found[f"optimiser/{name}/{key}"] = value
+        return found
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self.state().items():
+                tensor.copy_(state[name])
+
+
+def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[torch.Generator], pool: Any) -> None:
+    """Turn the loop's step into one CUDA graph.
+
+    Warm-up steps really run (they compile kernels and choose algorithms) and change weights, statistics and
+    optimiser state, so everything in `live` is put back afterwards; the capture itself executes nothing.
+    """
+    saved = {name: tensor.clone() for name, tensor in live.items()}
+    seeds = [generator.initial_seed() for generator in generators]
+    stream = torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    side.wait_stream(stream)
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP_STEPS):
+            loop.cursor.zero_()
+            loop.step()
+    stream.wait_stream(side)
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])
+    loop.cursor.zero_()
+    del saved
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        loop.step()
+    for generator, seed in zip(generators, seeds, strict=True):
+        generator.manual_seed(seed)
+    loop.replay = graph.replay

@@ -1,0 +1,37 @@
+"""Errors meant for the user: the command line prints them without a traceback.
+
+A message says what was given, what was expected and what to do. Mistakes of a caller in code (a wrong shape,
+a missing generator) stay `ValueError` or `TypeError`, whose traceback is wanted.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class IncvecError(Exception):
+    """The base of every error a user can put right."""
+
+
+class DataError(IncvecError):
+    """Missing, truncated, altered, unreadable or too few data."""
+
+
+class ConfigError(IncvecError):
+    """A name that does not exist, or a value that cannot work."""
+
+
+class CheckpointError(IncvecError):
+    """A checkpoint that is damaged or belongs to another run."""
+
+
+class TrainingError(IncvecError):
+    """Training that cannot go on: a loss or a feature that is not finite."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """The tail of an error message, `" Did you mean 'podnet'?"`, or nothing where no choice is close."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f" Did you mean '{by_lower[close[0]]}'?" if close else ""

@@ -1,0 +1,67 @@
+"""Algorithm 1 of the paper, written out literally in float64. Slow and plain: the tests hold `IVT` to it.
+
+Parameters are a dict of tensors by name. A head grows by rows appended to dimension 0, or by new names; where the
+past knows nothing, its cumulative Fisher is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Theta = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ReferenceTask:
+    """A task as Algorithm 1 sees it."""
+
+    initialise: Callable[[Theta], Theta]  # theta_t^(1) from theta_{t-1}: grown, new rows initialised
+    epochs: Sequence[Sequence[Any]]  # the mini-batches of each epoch
+    gradient: Callable[[Theta, Any], Theta]  # g_i, the mini-batch's mean gradient
+    update: Callable[[Theta, Theta], Theta]  # CILMethod(theta, g_i)
+
+
+def _double(theta: Mapping[str, Tensor]) -> Theta:
+    return {name: value.detach().double().clone() for name, value in theta.items()}
+
+
+def _padded(old: Tensor | None, like: Tensor) -> Tensor:
+    result = torch.zeros_like(like)
+    if old is not None:
+        result[tuple(slice(0, size) for size in old.shape)] = old
+    return result
+
+
+def increment_vector_transformation(
+    theta: Mapping[str, Tensor], tasks: Sequence[ReferenceTask], interval: int | None
+) -> tuple[Theta, Theta]:
+    """Train all tasks; returns the last task's parameters and Fbar."""
+    current = _double(theta)
+    cumulative: Theta = {}
+    for t, task in enumerate(tasks, start=1):
+        current = _double(task.initialise(current))
+        anchor = _double(current)
+        before = {name: _padded(cumulative.get(name), value) for name, value in current.items()}
+        fisher = {name: torch.zeros_like(value) for name, value in current.items()}
+        for m, batches in enumerate(task.epochs, start=1):
+            fisher = {name: torch.zeros_like(value) for name, value in current.items()}
+            for batch in batches:
+                g = _double(task.gradient(current, batch))
+                for name in fisher:
+                    fisher[name] = fisher[name] + g[name] ** 2
+                current = _double(task.update(current, g))
+            for name in fisher:
+                fisher[name] = fisher[name] / len(batches)
+            if t >= 2 and interval is not None and m % interval == 0:
+                for name in current:
+                    after = before[name] + fisher[name]
+                    s = after / (before[name] + after)
+                    s[before[name] + after == 0] = 1.0
+                    current[name] = anchor[name] + s * (current[name] - anchor[name])
+        cumulative = {name: before[name] + fisher[name] for name in current}
+    return current, cumulative

@@ -1,0 +1,200 @@
+"""S and the teleport: pure functions of tensors.
+
+IVT moves the parameters of task t towards the anchor, the parameters task t began with (eq. 12):
+
+    theta <- anchor + S (theta - anchor),    S = (Fbar_{t-1} + Fbar_t)^{-1} Fbar_t,    Fbar_t = Fbar_{t-1} + F_t
+
+With A = Fbar_{t-1} and F = F_t, the diagonal case is S = (A + F) / (2A + F), always in [1/2, 1]. The code works
+with the complement, the pull towards the anchor,
+
+    P = 1 - S = A / (2A + F) = 1 / (2 + F / A),    theta <- theta - P (theta - anchor)
+
+because it makes "S = 1" exact: where A = 0, P is 0 and the parameter keeps every bit. The last form needs no
+epsilon and neither over- nor underflows: F / A may become infinite (P = 0) or zero (P = 1/2), both the right
+limits. Only A = 0 is set apart, and there P = 0: a weight the past knows nothing about is never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+RIDGE = 1e-6
+"""Added to a kernel block's diagonal, as a share of its trace: above the rounding of float32 sums."""
+
+_CHUNK_ELEMENTS = 1 << 24  # transient memory of a teleport: a few tensors of this many elements
+_CHUNK_BLOCKS = 1 << 16
+
+
+def _check_shapes(**tensors: Tensor) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if len(set(shapes.values())) > 1:
+        raise ValueError(f"the tensors must have one shape, but they have {shapes}")
+
+
+def pull(fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
+    """P = A / (2A + F), element by element: the share of the way back to the anchor, in [0, 1/2]."""
+    return torch.where(fisher_prev > 0, 1 / (2 + fisher_new / fisher_prev), 0.0)
+
+
+def scale(fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
+    """S = Fbar_t / (Fbar_{t-1} + Fbar_t) from Fbar_{t-1} and F_t, as a new tensor.
+
+    In [1/2, 1]: 1 where the past has no say (Fbar_{t-1} = 0, also at 0/0), 1/2 where the new task has none
+    (F_t = 0).
+    """
+    _check_shapes(fisher_prev=fisher_prev, fisher_new=fisher_new)
+    return 1 - pull(fisher_prev, fisher_new)
+
+
+@torch.no_grad()
+def teleport(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
+    """anchor + S (parameter - anchor) as a new tensor of the parameter's dtype; nothing is changed in place."""
+    _check_shapes(parameter=parameter, anchor=anchor, fisher_prev=fisher_prev, fisher_new=fisher_new)
+    moved = parameter - pull(fisher_prev, fisher_new) * (parameter - anchor)
+    return moved.to(parameter.dtype)
+
+
+def block_pull(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) -> Tensor:
+    """P = I - S for stacks of matrices of shape (..., n, n), in float64.
+
+    S = (A + Fbar_t + r I)^{-1} (Fbar_t + r I), the ridge r in numerator and denominator alike, so that
+    P = (2A + F + r I)^{-1} A: directions neither task has seen are kept (S = 1) instead of being drawn from
+    rounding errors. r is `ridge` times the trace of A + Fbar_t. A block of zeros has S = I.
+    """
+    prev, both = fisher_prev.double(), 2 * fisher_prev.double() + fisher_new.double()
+    trace = both.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
+    both.diagonal(dim1=-2, dim2=-1).add_(torch.where(trace > 0, ridge * trace, 1.0))
+    # solve_ex leaves its error flag on the device; solve would wait for it.
+    solution: Tensor = torch.linalg.solve_ex(both, prev).result
+    return solution
+
+
+def block_scale(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) -> Tensor:
+    """S for stacks of matrices of shape (..., n, n), in float64; see `block_pull`."""
+    _check_shapes(fisher_prev=fisher_prev, fisher_new=fisher_new)
+    complement = block_pull(fisher_prev, fisher_new, ridge)
+    return torch.eye(complement.shape[-1], dtype=torch.float64, device=complement.device) - complement
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of tensors to handle together: one device and dtype, a bounded number of elements."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    for group in groups.values():
+        chunk: list[int] = []
+        elements = 0
+        for index in group:
+            if chunk and elements + tensors[index].numel() > _CHUNK_ELEMENTS:
+                yield chunk
+                chunk, elements = [], 0
+            chunk.append(index)
+            elements += tensors[index].numel()
+        yield chunk
+
+
+STATISTICS = ("pull", "distance_before", "distance_after", "fisher_new", "fisher_prev")
+"""What a teleport measures of a tensor, in this order: sums over its elements, and 2-norms for the distances."""
+
+
+@torch.no_grad()
+def teleport_(
+    parameters: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    fisher_prev: Sequence[Tensor],
+    fisher_new: Sequence[Tensor],
+) -> list[Tensor]:
+    """The diagonal teleport of many tensors in place; per tensor its `STATISTICS`, left on the device.
+
+    Tensors travel in flat chunks, so that a network of a hundred small tensors costs a handful of kernels.
+    """
+    statistics = [torch.empty(0)] * len(parameters)
+    for chunk in _chunks(anchors):
+        sizes = [parameters[i].numel() for i in chunk]
+
+        def flat(tensors: Sequence[Tensor], chunk: list[int] = chunk) -> Tensor:
+            return torch.cat([tensors[i].reshape(-1) for i in chunk])
+
+        anchor, prev, new = flat(anchors), flat(fisher_prev), flat(fisher_new)
+        increment = flat(parameters).to(anchor.dtype) - anchor
+        share = pull(prev, new)
+        back = share * increment
+        pieces = zip(chunk, back.split(sizes), strict=True)
+        torch._foreach_sub_([parameters[i] for i in chunk], [piece.view(parameters[i].shape) for i, piece in pieces])
+        measured = torch.stack(
+            [
+                torch.stack(torch._foreach_norm(list(values.split(sizes)), order))
+                for values, order in ((share, 1), (increment, 2), (increment - back, 2), (new, 1), (prev, 1))
+            ],
+            dim=1,
+        )
+        for i, row in zip(chunk, measured, strict=True):
+            statistics[i] = row
+    return statistics
+
+
+@torch.no_grad()
+def block_teleport_(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
+    """The teleport of one convolution's weight with a block for each kernel slice, in place; `STATISTICS`.
+
+    parameter and anchor are (out, in, k, k), the Fishers (out, in, k*k, k*k); their sums are those of the
+    diagonals.
+    """
+    side = fisher_prev.shape[-1]
+    increment = (parameter.to(anchor.dtype) - anchor).reshape(-1, side, 1)
+    prev, new = fisher_prev.reshape(-1, side, side), fisher_new.reshape(-1, side, side)
+    back = torch.empty_like(increment)
+    pulled = torch.zeros((), dtype=torch.float64, device=anchor.device)
+    for start in range(0, len(increment), _CHUNK_BLOCKS):
+        part = slice(start, start + _CHUNK_BLOCKS)
+        complement = block_pull(prev[part], new[part])
+        back[part] = (complement @ increment[part].double()).to(back.dtype)
+        pulled += complement.diagonal(dim1=-2, dim2=-1).sum()
+    parameter.sub_(back.view(parameter.shape))
+    return torch.stack(
+        [
+            pulled.to(anchor.dtype),
+            increment.norm(),
+            (increment - back).norm(),
+            new.diagonal(dim1=-2, dim2=-1).sum(),
+            prev.diagonal(dim1=-2, dim2=-1).sum(),
+        ]
+    )
+
+
+class ReportRow(TypedDict):
+    """One tensor at a teleport."""
+
+    name: str
+    elements: int
+    scale: float  # mean of S
+    distance_before: float  # 2-norm of theta - anchor
+    distance_after: float
+    fisher_new: float  # mean of F_t
+    fisher_prev: float  # mean of Fbar_{t-1}
+    ratio: float | None  # fisher_new / fisher_prev; None where the latter is 0
+
+
+def report_rows(measured: Iterable[tuple[str, int, Tensor]]) -> list[ReportRow]:
+    """Names, numbers of elements and `STATISTICS` as rows to read. Waits for the device."""
+    rows: list[ReportRow] = []
+    for name, elements, statistics in measured:
+        pulled, before, after, new, prev = statistics.tolist()
+        new, prev = new / max(elements, 1), prev / max(elements, 1)
+        rows.append(
+            {
+                "name": name,
+                "elements": elements,
+                "scale": 1 - pulled / max(elements, 1),
+                "distance_before": before,
+                "distance_after": after,
+                "fisher_new": new,
+                "fisher_prev": prev,
+                "ratio": new / prev if prev else None,
+            }
+        )
+    return rows

@@ -1,0 +1,157 @@
+"""PODNet: pooled outputs distillation (Douillard et al., ECCV 2020, https://arxiv.org/abs/2004.13513).
+
+Each class has ten proxies; the classifier is trained with an NCA loss (eq. 5), and the old model is kept close
+by comparing features (POD-flat) and stage maps pooled over width and height (POD-spatial, eq. 2 to 4). After
+an increment the proxies alone are trained on the balanced exemplars.
+
+As the authors' code has it and the paper does not: the margin is subtracted from every class, so it cancels,
+and the target is excluded from the denominator by replacing its term with 1 (`nca="paper"` gives eq. 5). The
+old proxies do not move in the main stage. Both distillation terms grow with sqrt(classes seen / new classes).
+Exemplars are chosen once, before the balanced stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from incvec.config import TrainOptions
+from incvec.contracts import Batch, Group, Schedule, Stage, Task, Terms
+from incvec.data.select import kmeans
+from incvec.methods.common import ImageMethod, extract
+from incvec.nets import Head, ProxyHead, mean_row_norm
+
+
+class PODNetOptions(TrainOptions):
+    net: str = "resnet32-rebuffi"
+    schedule: Literal["constant", "cosine", "steps"] = "cosine"
+    normalisation: str = "lucir"
+    proxies: int = Field(10, ge=1, description="proxies a class")
+    margin: float = 0.6
+    nca: Literal["coded", "paper"] = "coded"
+    lambda_flat: float = Field(1.0, ge=0)
+    lambda_spatial: float = Field(3.0, ge=0)
+    clamp: float = Field(5.0, gt=0, description="gradients are clamped element by element to ± this")
+    balance_epochs: int = Field(20, ge=0)
+    balance_lr: float = Field(0.05, gt=0)
+
+
+def nca_loss(scores: Tensor, labels: Tensor, scale: Tensor, margin: float, form: str = "coded") -> Tensor:
+    """NCA over class scores. `coded`: -(s_y - m) + log(1 + sum_{j != y} exp(s_j - m)), s = scale (score - margin)
+    and m its maximum; `paper` (eq. 5): [-log(exp(scale (s_y - margin)) / sum_{j != y} exp(scale s_j))]_+ .
+    """
+    target = F.one_hot(labels, scores.shape[1]).bool()
+    if form == "paper":
+        positive = (scale * (scores - margin)).gather(1, labels[:, None]).squeeze(1)
+        others = (scale * scores).masked_fill(target, -torch.inf).logsumexp(1)
+        return F.relu(others - positive).mean()
+    similarities = scale * (scores - margin)
+    similarities = similarities - similarities.amax(1, keepdim=True)
+    others = similarities.exp().masked_fill(target, 0.0).sum(1)
+    positive = similarities.gather(1, labels[:, None]).squeeze(1)
+    return (torch.log1p(others) - positive).mean()
+
+
+def pod_flat(new: Tensor, old: Tensor) -> Tensor:
+    """Mean of 1 - cos between the features of the two models."""
+    return (1 - F.cosine_similarity(new, old, dim=1)).mean()
+
+
+def pooled(maps: Tensor) -> Tensor:
+    """Squares summed over the width and over the height, flattened and normalised for each sample."""
+    energy = maps.float().square()
+    both = torch.cat([energy.sum(3).flatten(1), energy.sum(2).flatten(1)], dim=1)
+    return F.normalize(both, dim=1)
+
+
+def pod_spatial(new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
+    """Distance between the pooled maps (eq. 4), averaged over samples and maps."""
+    distances = [(pooled(a) - pooled(b)).norm(dim=1).mean() for a, b in zip(new, old, strict=True)]
+    return torch.stack(distances).mean()
+
+
+class PODNet(ImageMethod):
+    name = "podnet"
+    summary = "pooled outputs distillation, multi-proxy classifier, balanced stage"
+    paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, https://arxiv.org/abs/2004.13513"
+    Options = PODNetOptions
+    exemplars = True
+    options: PODNetOptions
+
+    def make_head(self, width: int) -> Head:
+        return ProxyHead(width, self.options.proxies)
+
+    def begin_task(self, task: Task) -> None:
+        """Imprint: the new classes' proxies are k-means centres of their features under the old model."""
+        if task.index == 0:
+            return
+        head = self.model.head
+        rows = self.rows_of(task.classes)
+        features = F.normalize(extract(self.model, self.world, rows), dim=1)
+        labels = self.world.train.labels[rows] - task.first
+        counts = torch.bincount(labels, minlength=task.n_new)
+        points = features.new_zeros(task.n_new, int(counts.max()), features.shape[1])
+        within = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[labels]
+        points[labels, within] = features
+        mask = torch.arange(points.shape[1], device=rows.device)[None] < counts[:, None]
+        centres = kmeans(points, self.options.proxies, self.world.generator, mask=mask)
+        norm = mean_row_norm(head, task.index)
+        head.set_block(task.index, (centres * norm).flatten(0, 1))
+
+    def stages(self, task: Task) -> list[Stage]:
+        main = self.main_stage(task)
+        if task.index == 0 or self.options.balance_epochs == 0:
+            return [main]
+        proxies = Group(("model.head.blocks",), self.options.balance_lr, self.options.weight_decay)
+        balance = main.but(
+            name="balance",
+            role="balance",
+            epochs=self.options.balance_epochs,
+            groups=(proxies,),
+            schedule=Schedule("constant"),
+        )
+        return [main, balance]
+
+    def trained(self, task: Task) -> tuple[str, ...]:
+        return ("model.backbone", "model.head.scale", f"model.head.blocks.{task.index}")
+
+    def begin_stage(self, task: Task, stage: Stage) -> Tensor:
+        if stage.role == "balance":
+            self.herd_new(task)
+            return self.balanced_rows(task)
+        return super().begin_stage(task, stage)
+
+    def loss(self, batch: Batch) -> Terms:
+        o, task = self.options, self.task
+        maps, features, scores = self.model(batch.images)
+        scale = cast(ProxyHead, self.model.head).scale
+        terms = {"nca": nca_loss(scores, batch.labels, scale, o.margin, o.nca)}
+        if self.teacher is not None:
+            with torch.no_grad():
+                old = self.teacher(batch.images)
+            factor = math.sqrt(task.n_seen / task.n_new)
+            terms["flat"] = o.lambda_flat * factor * pod_flat(features, old.features)
+            terms["spatial"] = o.lambda_spatial * factor * pod_spatial(maps, old.maps)
+        return terms
+
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        torch._foreach_clamp_max_(gradients, self.options.clamp)
+        torch._foreach_clamp_min_(gradients, -self.options.clamp)
+
+    def end_task(self, task: Task) -> None:
+        if len(self.store.get("memory", ())) < task.n_seen:  # no balanced stage has done it
+            self.herd_new(task)
+
+    def begin_evaluation(self, task: Task) -> None:
+        self.nearest_mean_setup(task)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        _, features, scores = self.model(images)
+        return {"cnn": scores, "nme": self.nearest_mean(features)}

@@ -1,0 +1,230 @@
+"""Classifier heads that grow by appending blocks.
+
+`head.blocks[t]` holds the rows of task t. Growing adds a block and touches nothing else, so a parameter keeps
+its name and shape for ever. Rows lie class by class: with k rows a class, those of class c begin at k * c.
+
+A head computes in float32 (or wider) whatever the training precision: scores decide between classes that
+differ in the third digit, and the head is a small part of the work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Literal, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def widened(x: Tensor) -> Tensor:
+    """The tensor in float32, or in its own format where that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Block(nn.Module):
+    """One task's rows of a head."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def extra_repr(self) -> str:
+        rows, width = self.weight.shape
+        return f"rows={rows}, width={width}, bias={self.bias is not None}"
+
+
+class Head(nn.Module):
+    """What all heads share: the blocks. A kind of head says how rows start and how they score features."""
+
+    blocks: nn.ModuleList
+
+    def __init__(self, width: int, rows_per_class: int = 1) -> None:
+        super().__init__()
+        if width < 1 or rows_per_class < 1:
+            raise ValueError(f"a head needs width and rows a class of 1 or more, not {width}, {rows_per_class}")
+        self.width = width
+        self.rows_per_class = rows_per_class
+        self.blocks = nn.ModuleList()
+        self._place = torch.empty(0)  # where new blocks go: moves along with the head, is no buffer
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._place = fn(self._place)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __iter__(self) -> Iterator[Block]:
+        return (cast(Block, block) for block in self.blocks)
+
+    def __getitem__(self, t: int) -> Block:
+        return cast(Block, self.blocks[t])
+
+    @property
+    def n_classes(self) -> int:
+        return sum(block.weight.shape[0] for block in self) // self.rows_per_class
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows of all blocks, one under the other."""
+        if not len(self.blocks):
+            raise ValueError("this head has no classes yet: call grow(n_classes, generator) first")
+        return widened(torch.cat([block.weight for block in self]))
+
+    def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Initial weight and bias of a new block, on the generator's device."""
+        raise NotImplementedError
+
+    def scores(self, features: Tensor) -> Tensor:
+        """Scores of widened features, outside autocast."""
+        raise NotImplementedError
+
+    def grow(self, n_classes: int, generator: torch.Generator) -> Block:
+        """Append a block of `n_classes` classes, on the device and in the format of the head."""
+        if n_classes < 1:
+            raise ValueError(f"a head grows by 1 class or more, not by {n_classes}")
+        weight, bias = self.initial(n_classes * self.rows_per_class, generator)
+        block = Block(weight.to(self._place), None if bias is None else bias.to(self._place))
+        block.train(self.training)
+        self.blocks.append(block)
+        return block
+
+    @torch.no_grad()
+    def set_block(self, t: int, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Give block `t` these values, in place: the parameters stay the same objects."""
+        block = self[t]
+        if weight.shape != block.weight.shape:
+            raise ValueError(
+                f"block {t} holds {tuple(block.weight.shape)} weights, but was given {tuple(weight.shape)}"
+            )
+        if bias is not None and (block.bias is None or bias.shape != block.bias.shape):
+            held = "no bias" if block.bias is None else f"a bias of shape {tuple(block.bias.shape)}"
+            raise ValueError(f"block {t} holds {held}, but was given one of shape {tuple(bias.shape)}")
+        block.weight.copy_(weight)
+        if bias is not None and block.bias is not None:
+            block.bias.copy_(bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        with torch.autocast(features.device.type, enabled=False):
+            return self.scores(widened(features))
+
+
+class LinearHead(Head):
+    """logits = W h + b, with `outputs_per_class` rows a class (PASS and FCS have one for each rotation).
+
+    `init="kaiming"` draws weights from U(±sqrt(3 / d)) and starts biases at 0 (kaiming-uniform of a linear
+    layer, as PyCIL does); `"default"` draws both from U(±1 / sqrt(d)), as `nn.Linear` does.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        outputs_per_class: int = 1,
+        bias: bool = True,
+        init: Literal["kaiming", "default"] = "kaiming",
+    ) -> None:
+        super().__init__(width, outputs_per_class)
+        if init not in ("kaiming", "default"):
+            raise ValueError(f"a linear head starts 'kaiming' or 'default', not {init!r}")
+        self.with_bias = bias
+        self.init = init
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases of all blocks, or None."""
+        biases: list[Tensor] = [block.bias for block in self if block.bias is not None]
+        return widened(torch.cat(biases)) if biases else None
+
+    def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        if self.init == "kaiming":
+            weight = uniform((rows, self.width), math.sqrt(3 / self.width), generator)
+            bias = torch.zeros(rows)
+        else:
+            bound = 1 / math.sqrt(self.width)
+            weight = uniform((rows, self.width), bound, generator)
+            bias = uniform((rows,), bound, generator)
+        return weight, bias if self.with_bias else None
+
+    def scores(self, features: Tensor) -> Tensor:
+        return F.linear(features, self.weight, self.bias)
+
+
+class CosineHead(Head):
+    """LUCIR's head: logits_c = scale * cos(h, w_c), one row a class, one learnable scale for all."""
+
+    def __init__(self, width: int, scale: float = 1.0) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.tensor(float(scale)))
+
+    def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        return uniform((rows, self.width), 1 / math.sqrt(self.width), generator), None
+
+    def cosines(self, features: Tensor) -> Tensor:
+        """cos(h, w_c) without the scale, in float32: the margin loss compares these."""
+        with torch.autocast(features.device.type, enabled=False):
+            return cosine(widened(features), self.weight)
+
+    def scores(self, features: Tensor) -> Tensor:
+        return self.scale * cosine(features, self.weight)
+
+
+class ProxyHead(Head):
+    """PODNet's head: several proxies a class, and the class score is their softmax-weighted mean.
+
+    y_c = sum_k softmax_k(s_{c,.})_k s_{c,k}, with s the negative squared distance of the directions
+    (`proxy_similarities`). `forward` returns y; `scale` (eta in the paper) multiplies it in the loss only.
+    """
+
+    def __init__(self, width: int, proxies: int = 10) -> None:
+        super().__init__(width, proxies)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    @property
+    def proxies(self) -> int:
+        return self.rows_per_class
+
+    def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Kaiming-normal over fan-in with the gain of a linear layer: N(0, 1 / d)."""
+        drawn = torch.randn((rows, self.width), generator=generator, device=generator.device)
+        return drawn / math.sqrt(self.width), None
+
+    def similarities(self, features: Tensor) -> Tensor:
+        """s as (samples, classes, proxies), in float32."""
+        with torch.autocast(features.device.type, enabled=False):
+            return proxy_similarities(widened(features), self.weight, self.proxies)
+
+    def scores(self, features: Tensor) -> Tensor:
+        s = proxy_similarities(features, self.weight, self.proxies)
+        return (s.softmax(-1) * s).sum(-1)
+
+
+def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:
+    """U(-bound, bound), drawn on the generator's device."""
+    return torch.empty(shape, device=generator.device).uniform_(-bound, bound, generator=generator)
+
+
+def cosine(features: Tensor, rows: Tensor) -> Tensor:
+    """cos(h_i, w_j) for every sample and row."""
+    return F.linear(F.normalize(features, dim=-1), F.normalize(rows, dim=-1))
+
+
+def proxy_similarities(features: Tensor, rows: Tensor, proxies: int) -> Tensor:
+    """s_{c,k} = -|h/|h| - w_{c,k}/|w_{c,k}||^2 = 2 cos(h, w_{c,k}) - 2, as (samples, classes, proxies)."""
+    s = 2 * cosine(features, rows) - 2
+    return s.reshape(*s.shape[:-1], -1, proxies)
+
+
+@torch.no_grad()
+def mean_row_norm(head: Head, n_blocks: int | None = None) -> Tensor:
+    """Mean Euclidean norm of the rows of the first `n_blocks` blocks (of all where None).
+
+    Imprinting gives new rows the length of the old ones: after `grow`, ask with the number of old blocks.
+    """
+    blocks = list(head)[:n_blocks]
+    if not blocks:
+        raise ValueError(f"no blocks to take a norm of: the head has {len(head.blocks)}, asked for {n_blocks}")
+    return torch.cat([widened(block.weight).norm(dim=1) for block in blocks]).mean()

@@ -1,0 +1,86 @@
+"""The paper's settings as data, and how a run's configuration is put together from them.
+
+One YAML file for each method and add-on: a mapping from data set (`cifar100`, or `cifar100.authors` for a
+variant) to option values. Layers, weakest first: the options' own defaults, the preset, what the caller gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from incvec.addons import ADDONS, find_addon
+from incvec.config import RunConfig, validate
+from incvec.data import DATASETS
+from incvec.errors import ConfigError, nearest
+from incvec.methods import METHODS, find_method
+
+STREAMS: dict[str, dict[str, Any]] = {
+    "cifar100": {"base_classes": 50, "tasks": 5},
+    "digits": {"base_classes": 4, "tasks": 3},
+}
+
+
+@cache
+def preset_file(component: str) -> dict[str, dict[str, Any]]:
+    """All presets of one method or add-on, by data set and variant."""
+    file = resources.files(__package__) / f"{component}.yaml"
+    if not file.is_file():
+        return {}
+    content: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text()) or {}
+    return content
+
+
+def preset(component: str, dataset: str, variant: str = "paper") -> dict[str, Any]:
+    """Option values for one component on one data set; the paper's are the plain entry."""
+    content = preset_file(component)
+    values = dict(content.get(dataset, {}))
+    if variant != "paper":
+        values |= content.get(f"{dataset}.{variant}", {})
+    return values
+
+
+def presets() -> list[dict[str, str]]:
+    """Every preset there is: its name, component, data set and variant."""
+    rows = []
+    for component in [*METHODS, *ADDONS]:
+        for key in preset_file(component):
+            dataset, _, variant = key.partition(".")
+            name = "-".join(part for part in (component, dataset, variant) if part)
+            rows.append({"name": name, "component": component, "dataset": dataset, "variant": variant or "paper"})
+    return rows
+
+
+def resolve(given: Mapping[str, Any]) -> RunConfig:
+    """A complete, validated configuration from a few given values; every section is spelled out in it."""
+    given = dict(given)
+    if "method" not in given:
+        raise ConfigError("no method was named; --method takes one of: " + ", ".join(METHODS) + ".")
+    method, addons = given["method"], tuple(given.get("addons", ()))
+    kinds = {method: find_method(method).Options} | {name: find_addon(name).Options for name in addons}
+    dataset = given.get("dataset", "digits")
+    if dataset not in DATASETS:
+        raise ConfigError(f"unknown data set {dataset!r}.{nearest(dataset, DATASETS)} Known: {', '.join(DATASETS)}.")
+    variant = given.get("variant", "paper")
+    if variant != "paper" and f"{dataset}.{variant}" not in preset_file(method):
+        have = [row["variant"] for row in presets() if row["component"] == method and row["dataset"] == dataset]
+        raise ConfigError(f"{method} has no variant {variant!r} for {dataset}; it has: {', '.join(have) or 'none'}.")
+    sections: dict[str, dict[str, Any]] = {}
+    for name, kind in kinds.items():
+        own = given.pop(name, None) or {}
+        if not isinstance(own, Mapping):
+            raise ConfigError(f"{name} takes settings of its own ({name}.key=value), it was given {own!r}.")
+        options = validate(kind, {**preset(name, dataset, variant), **own}, where=name)
+        sections[name] = options.model_dump(mode="json")
+    fields = set(RunConfig.model_fields) - {"sections"}
+    for key in given:
+        if key not in fields:
+            other = " (its method or add-on is not part of this run)" if key in METHODS or key in ADDONS else ""
+            raise ConfigError(f"unknown setting {key!r}{other}.{nearest(key, [*fields, *kinds])}")
+    values = {**STREAMS.get(dataset, {}), **given}
+    config: RunConfig = validate(RunConfig, {**values, "sections": sections})
+    return config

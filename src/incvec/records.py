@@ -1,0 +1,107 @@
+"""What a run leaves behind: one JSON file, the only source of a number in any table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from incvec.errors import DataError
+
+FORMAT = 1
+REQUIRED = ("method", "addons", "dataset", "tasks", "oracle", "seed", "accuracy", "test_counts", "metrics")
+
+
+def commit() -> str | None:
+    """The source tree's commit, from git or, where there is none, from INCVEC_COMMIT."""
+    given = os.environ.get("INCVEC_COMMIT")
+    if given:
+        return given
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device and commit."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("incvec", "torchvision", "numpy", "transformers", "triton"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if "incvec" not in versions:
+        from incvec import __version__
+
+        versions["incvec"] = __version__
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+    return {
+        "versions": versions,
+        "device": name,
+        "device_type": device.type,
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "commit": commit(),
+    }
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A record, or a clear word on why the file is none. A folder stands for the record in it."""
+    if path.is_dir():
+        path = path / "record.json"
+    try:
+        record: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise DataError(f"there is no record at {path}: the run has not finished, or lies elsewhere.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{path} is not a record: {error}.") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{path} is not a record: it holds a {type(record).__name__}, a mapping was expected.")
+    missing = [key for key in REQUIRED if key not in record]
+    if missing:
+        raise DataError(f"{path} is not a record: it lacks {', '.join(missing)}.")
+    return record
+
+
+def find_records(paths: Iterable[Path]) -> list[Path]:
+    """Every record file at or below the given paths, sorted."""
+    found: set[Path] = set()
+    for path in paths:
+        if path.is_dir():
+            found |= {p for p in path.rglob("*.json") if _looks_like_record(p)}
+        elif path.exists():
+            found.add(path)
+        else:
+            raise DataError(f"{path} does not exist; give a record.json, or a folder that holds some.")
+    return sorted(found)
+
+
+def _looks_like_record(path: Path) -> bool:
+    try:
+        read_record(path)
+    except DataError:
+        return False
+    return True
+
+
+def title(record: dict[str, Any]) -> str:
+    """`podnet + ivt`, `podnet oracle`."""
+    text = " + ".join([record["method"], *record["addons"]])
+    return f"{text} oracle" if record["oracle"] else text

@@ -1,0 +1,137 @@
+"""Records as a table: on a terminal, in Markdown, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from incvec.config import digest
+from incvec.errors import DataError
+from incvec.metrics import gap_closed
+from incvec.records import title
+
+# What two runs may differ in and still be the plain method and the oracle of one another.
+APART = ("addons", "oracle", "device", "engine")
+
+HEADINGS = ("run", "data set", "tasks", "seed", "AA", "LA", "FM", "gap closed", "time")
+NUMBERS = HEADINGS[2:]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run's line; accuracies in percent, `gap_closed` a share of 1."""
+
+    run: str
+    dataset: str
+    tasks: int
+    seed: int
+    AA: float
+    LA: float
+    FM: float | None
+    gap_closed: float | None
+    seconds: float | None
+    path: str | None = None
+
+    def cells(self) -> list[str]:
+        """What is shown, heading by heading."""
+        return [
+            self.run,
+            self.dataset,
+            str(self.tasks),
+            str(self.seed),
+            f"{self.AA:.2f}",
+            f"{self.LA:.2f}",
+            "–" if self.FM is None else f"{self.FM:.2f}",
+            "–" if self.gap_closed is None else f"{100 * self.gap_closed:.0f} %",
+            "–" if self.seconds is None else duration(self.seconds),
+        ]
+
+
+def duration(seconds: float) -> str:
+    """`8.1 s`, `3 min 05 s`, `2 h 04 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def family(record: Mapping[str, Any]) -> str:
+    """The same for a method, its oracle and the method with any add-on, all else being equal."""
+    shared = dict(record.get("config") or {})
+    for name in (*APART, *record["addons"]):
+        shared.pop(name, None)
+    named = [record[key] for key in ("method", "dataset", "tasks", "seed")]
+    return digest([named, record.get("order_seed"), record["test_counts"], shared])
+
+
+def rows(records: Sequence[Mapping[str, Any]], paths: Sequence[str] | None = None) -> list[Row]:
+    """A row a record, in the order given. The share of the oracle gap closed is told for runs with add-ons
+    whose plain run and oracle are among the records."""
+    plain: dict[str, float] = {}
+    oracle: dict[str, float] = {}
+    for record in records:
+        if not record["addons"]:
+            (oracle if record["oracle"] else plain).setdefault(family(record), metric(record, "LA"))
+    found = []
+    for number, record in enumerate(records):
+        key = family(record)
+        share = None
+        if record["addons"] and not record["oracle"] and key in plain and key in oracle:
+            share = gap_closed(metric(record, "LA"), plain[key], oracle[key])
+        forgetting = record["metrics"].get("FM")
+        found.append(
+            Row(
+                run=title(dict(record)),
+                dataset=record["dataset"],
+                tasks=record["tasks"],
+                seed=record["seed"],
+                AA=metric(record, "AA"),
+                LA=metric(record, "LA"),
+                FM=None if forgetting is None else metric(record, "FM"),
+                gap_closed=share,
+                seconds=record.get("seconds"),
+                path=None if paths is None else paths[number],
+            )
+        )
+    return found
+
+
+def metric(record: Mapping[str, Any], name: str) -> float:
+    """One of a record's numbers, or a word on why there is none."""
+    metrics = record["metrics"]
+    value = metrics.get(name) if isinstance(metrics, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(
+            f"the record of {title(dict(record))} on {record['dataset']} has {value!r} for {name}, a number was "
+            "expected: it was altered. Run it again."
+        )
+    return float(value)
+
+
+def rich_table(found: Sequence[Row], heading: str | None = None) -> Table:
+    """For a terminal. Oracles are dimmed: they are what one measures against."""
+    table = Table(title=heading, title_justify="left", header_style="bold")
+    for name in HEADINGS:
+        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "run")
+    for row in found:
+        table.add_row(*row.cells(), style="dim" if row.run.endswith(" oracle") else None)
+    return table
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """The same for a document."""
+    lines = ["| " + " | ".join(HEADINGS) + " |"]
+    lines.append("|" + "|".join("---:" if name in NUMBERS else "---" for name in HEADINGS) + "|")
+    lines += ["| " + " | ".join(row.cells()) + " |" for row in found]
+    return "\n".join(lines)
+
+
+def plain_data(found: Sequence[Row]) -> list[dict[str, Any]]:
+    """The same for a program: numbers as they are, nothing rounded."""
+    return [asdict(row) for row in found]

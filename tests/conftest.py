@@ -1,0 +1,78 @@
+"""Shared pieces: a handful of images, quick configurations, and the marks that choose what runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from incvec.data import Dataset, load_dataset
+from incvec.engine.run import Run
+from incvec.presets import resolve
+
+torch.set_num_threads(1)
+
+QUICK: dict[str, Any] = {"net": "tiny", "epochs": 2, "batch_size": 32, "memory": 3}
+EXTRA: dict[str, dict[str, Any]] = {
+    "podnet": {"balance_epochs": 2, "proxies": 2},
+    "ivt": {"interval": 1},
+}
+
+
+@pytest.fixture(scope="session")
+def digits() -> Dataset:
+    return load_dataset("digits")
+
+
+@pytest.fixture(scope="session")
+def few(digits: Dataset) -> Dataset:
+    """Six of the ten digits, at most 40 images each: a run of three tasks takes a fraction of a second."""
+    from dataclasses import replace
+
+    def cut(images: torch.Tensor, labels: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.cat([(labels == c).nonzero().flatten()[:count] for c in range(6)])
+        return images[rows], labels[rows]
+
+    train = cut(digits.train_images, digits.train_labels, 40)
+    test = cut(digits.test_images, digits.test_labels, 20)
+    return replace(
+        digits, train_images=train[0], train_labels=train[1], test_images=test[0], test_labels=test[1],
+        class_names=digits.class_names[:6], fingerprint="few digits",
+    )  # fmt: skip
+
+
+def quick(method: str, *addons: str, **given: Any) -> dict[str, Any]:
+    """Settings of a very short run on `few`."""
+    sections = {name: {**EXTRA.get(name, {}), **given.pop(name, {})} for name in addons}
+    own = {**QUICK, **EXTRA.get(method, {}), **given.pop(method, {})}
+    return {
+        "method": method, "addons": list(addons), "dataset": "digits", "base_classes": 2, "tasks": 2,
+        method: own, **sections, **given,
+    }  # fmt: skip
+
+
+def make_run(data: Dataset, out: Path, given: dict[str, Any], bases: Path | None = None) -> Run:
+    return Run(resolve(given), data, out, bases)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    from incvec.engine.files import read_tensors
+
+    return read_tensors(path)[0]
+
+
+def same_weights(a: Path, b: Path) -> None:
+    """Every tensor of two files is equal, bit for bit."""
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def same_record(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Two records agree in everything but how long it took."""
+    for key in ("metrics", "accuracy", "correct", "config", "facts", "test_counts", "class_order"):
+        assert a[key] == b[key], key
+    assert [row["terms"] for row in a["losses"]] == [row["terms"] for row in b["losses"]]

@@ -1,0 +1,207 @@
+"""A folder of class folders: what is read, and what is refused by name."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from incvec.data import datasets, folder
+from incvec.errors import ConfigError, DataError
+
+
+def paint(path, colour=(255, 0, 0), size=(12, 8), **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path, **options)
+
+
+@pytest.fixture
+def split_root(tmp_path):
+    """train/ and test/, classes ant (red) and bee (blue)."""
+    for name, colour in (("bee", (0, 0, 255)), ("ant", (255, 0, 0))):
+        for i in range(3):
+            paint(tmp_path / "train" / name / f"{i}.png", colour)
+        paint(tmp_path / "test" / name / "9.png", colour)
+    return tmp_path
+
+
+@pytest.fixture
+def flat_root(tmp_path):
+    for c, name in enumerate(("ant", "bee")):
+        for i in range(11):
+            paint(tmp_path / name / f"{i:02d}.png", (10 * i, c, 0))
+    return tmp_path
+
+
+def test_train_and_test_folders(split_root):
+    data = datasets.load_dataset("folder", split_root, size=8)
+    assert data.class_names == ("ant", "bee")
+    assert data.train_images.shape == (6, 3, 8, 8)
+    assert data.train_labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.test_labels.tolist() == [0, 1]
+    assert data.train_images[0, :, 4, 4].tolist() == [255, 0, 0]
+    assert data.test_images[1, :, 4, 4].tolist() == [0, 0, 255]
+    assert data.pad == 1
+    assert data.flip
+    assert data.normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def test_val_serves_where_there_is_no_test(split_root):
+    (split_root / "test").rename(split_root / "val")
+    assert len(datasets.load_dataset("folder", split_root, size=8).test_images) == 2
+    assert any("train/ and val/" in line for line in datasets.check(split_root))
+
+
+def test_the_test_folder_can_be_named(split_root):
+    (split_root / "test").rename(split_root / "held-out")
+    with pytest.raises(DataError, match="no test/ or val/"):
+        datasets.load_dataset("folder", split_root, size=8)
+    assert len(datasets.load_dataset("folder", split_root, size=8, test_folder="held-out").test_images) == 2
+
+
+def test_one_folder_is_split_by_the_stated_rule(flat_root):
+    data = datasets.load_dataset("folder", flat_root, size=8)
+    red = data.test_images[:, 0, 0, 0].tolist()
+    assert red == [40, 90, 40, 90]  # the fifth and the tenth file of either class
+    assert data.train_images[data.train_labels == 0, 0, 0, 0].tolist() == [0, 10, 20, 30, 50, 60, 70, 80, 100]
+    thirds = datasets.load_dataset("folder", flat_root, size=8, test_every=3)
+    assert thirds.test_images[:3, 0, 0, 0].tolist() == [20, 50, 80]
+    with pytest.raises(ConfigError, match="test_every is 1"):
+        datasets.load_dataset("folder", flat_root, test_every=1)
+
+
+def test_a_class_called_train_is_a_class(flat_root):
+    (flat_root / "ant").rename(flat_root / "train")
+    assert datasets.load_dataset("folder", flat_root, size=8).class_names == ("bee", "train")
+
+
+def test_nested_images_count_and_other_files_do_not(split_root):
+    paint(split_root / "train" / "ant" / "images" / "deep.JPEG")
+    (split_root / "train" / "ant" / "boxes.txt").write_text("1 2 3")
+    (split_root / "train" / "ant" / ".DS_Store").write_text("x")
+    assert len(datasets.load_dataset("folder", split_root, size=8).train_images) == 7
+    report = datasets.check(split_root)
+    assert any(line.startswith("1 other file") for line in report)
+    assert any("7 training images, 3 to 4 a class" in line for line in report)
+    assert any("all readable" in line for line in report)
+
+
+def test_short_side_is_resized_and_the_centre_kept(tmp_path):
+    """A 40 x 20 picture, black - white - black: at size 10 only the white middle is left."""
+    pixels = np.zeros((20, 40, 3), np.uint8)
+    pixels[:, 10:30] = 255
+    square = folder.square(Image.fromarray(pixels), 10)
+    assert square.shape == (10, 10, 3)
+    assert (square[:, 2:8] == 255).all()
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
+    assert np.array_equal(folder.square(image, 9), np.asarray(image))
+    # antialiased: a fine chessboard becomes grey, not black or white
+    board = np.indices((64, 64)).sum(0)[:, :, None] % 2 * np.full(3, 255)
+    small = folder.square(Image.fromarray(board.astype(np.uint8)), 8)
+    assert np.abs(small.astype(int) - 127).max() < 8
+
+
+def test_exif_orientation_is_obeyed(tmp_path):
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    pixels[:4] = 255  # the stored picture is white above
+    exif = Image.Exif()
+    exif[0x0112] = 3  # to be turned by 180 degrees
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    upright = np.asarray(folder.open_image(tmp_path / "a.png"))
+    assert upright[0].max() == 0
+    assert upright[-1].min() == 255
+
+
+def test_grey_and_palette_images_become_rgb(tmp_path):
+    Image.new("L", (8, 8), 77).save(tmp_path / "grey.png")
+    Image.new("RGB", (8, 8), (1, 2, 3)).quantize(4).save(tmp_path / "palette.png")
+    assert folder.square(folder.open_image(tmp_path / "grey.png"), 8)[0, 0].tolist() == [77, 77, 77]
+    assert folder.square(folder.open_image(tmp_path / "palette.png"), 8)[0, 0].tolist() == [1, 2, 3]
+
+
+def refused(root, *words):
+    for work in (lambda: datasets.load_dataset("folder", root, size=8), lambda: datasets.check(root)):
+        with pytest.raises(DataError) as caught:
+            work()
+        for word in words:
+            assert word in str(caught.value)
+
+
+def test_a_text_file_called_jpg_is_refused(split_root):
+    bad = split_root / "train" / "bee" / "1x.jpg"
+    bad.write_text("these are not pixels")
+    refused(split_root, str(bad), "cannot be read")
+
+
+def test_a_truncated_image_is_refused(split_root):
+    good = split_root / "test" / "ant" / "big.png"
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    Image.fromarray(noise).save(good)
+    good.write_bytes(good.read_bytes()[:-500])
+    refused(split_root, str(good), "cannot be read")
+
+
+def test_sixteen_bit_pixels_are_refused(split_root):
+    deep = split_root / "train" / "ant" / "deep.png"
+    Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(deep)
+    refused(split_root, str(deep), "more than 8 bits")
+
+
+def test_an_empty_class_is_refused(split_root):
+    empty = split_root / "train" / "cat"
+    empty.mkdir()
+    (empty / "notes.txt").write_text("soon")
+    refused(split_root, str(empty), "empty")
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_class_in_one_half_only_is_refused(split_root, part):
+    paint(split_root / part / "cat" / "0.png")
+    refused(split_root, "'cat'", str(split_root / "test"), str(split_root / "train"))
+
+
+def test_too_few_files_for_the_rule_are_refused(flat_root):
+    paint(flat_root / "cat" / "0.png")
+    refused(flat_root, str(flat_root / "cat"), "1 image(s)", "at least 5")
+
+
+def test_halves_without_class_folders_are_refused(tmp_path):
+    paint(tmp_path / "train" / "0.png")
+    paint(tmp_path / "test" / "0.png")
+    refused(tmp_path, str(tmp_path / "train"), "0 class folder(s)")
+
+
+def test_roots_that_hold_nothing_are_refused(tmp_path):
+    refused(tmp_path / "nowhere", "not a folder")
+    refused(tmp_path, str(tmp_path))
+    with pytest.raises(DataError, match="data root"):
+        datasets.load_dataset("folder")
+    with pytest.raises(ConfigError, match="size is 0"):
+        datasets.load_dataset("folder", tmp_path, size=0)
+
+
+def test_fingerprint_sees_names_pixels_and_size(split_root):
+    def fingerprint(size=8):
+        return datasets.load_dataset("folder", split_root, size=size).fingerprint
+
+    first = fingerprint()
+    assert fingerprint() == first
+    assert fingerprint(4) != first
+    file = split_root / "train" / "ant" / "0.png"
+    before = file.read_bytes()
+    paint(file, (254, 0, 0))
+    assert fingerprint() != first
+    file.write_bytes(before)
+    assert fingerprint() == first
+    file.rename(file.with_name("00.png"))
+    assert fingerprint() != first
+
+
+def test_images_keep_their_files_order(tmp_path):
+    """Threads decode; rows must still be those of the sorted files."""
+    for name in ("a", "b"):
+        for i in range(60):
+            paint(tmp_path / name / f"{i:03d}.png", (i, 0, 0), size=(4 + i, 4 + i))
+    data = datasets.load_dataset("folder", tmp_path, size=4)
+    expected = [i for i in range(60) if i % 5 != 4]
+    assert data.train_images[:, 0, 0, 0].tolist() == expected * 2
+    assert torch.equal(data.train_labels, torch.tensor([0] * 48 + [1] * 48))

@@ -1,0 +1,223 @@
+"""Herding, k-means and class means against plain loops over one class at a time."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from incvec.data import select
+from incvec.data.select import class_means, herd, herd_greedy, kmeans
+from incvec.errors import DataError, TrainingError
+
+
+def herd_one_class(features: np.ndarray, m: int) -> list[int]:
+    """iCaRL's loop, in numpy; whoever is still missing after 1,000 rounds is the best of the rest."""
+    d = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    mu = d.mean(0)
+    w, chosen = mu.copy(), []
+    for _ in range(1000):
+        if len(chosen) == m:
+            return chosen
+        j = int(np.argmax(d @ w))
+        if j not in chosen:
+            chosen.append(j)
+        w = w + mu - d[j]
+    while len(chosen) < m:
+        scores = d @ w
+        scores[chosen] = -np.inf
+        j = int(np.argmax(scores))
+        chosen.append(j)
+        w = w + mu - d[j]
+    return chosen
+
+
+def greedy_one_class(features: np.ndarray, m: int) -> list[int]:
+    d = features / np.linalg.norm(features, axis=1, keepdims=True)
+    mu, chosen = d.mean(0), []
+    for k in range(1, m + 1):
+        costs = {i: np.linalg.norm(mu - (d[chosen].sum(0) + d[i]) / k) for i in range(len(d)) if i not in chosen}
+        chosen.append(min(costs, key=costs.__getitem__))
+    return chosen
+
+
+def uneven_classes(seed: int, d: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three classes of 7, 12 and 30 rows, shuffled together, each about a centre of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.tensor([0] * 7 + [1] * 12 + [2] * 30)[torch.randperm(49, generator=generator)]
+    centres = torch.randn(3, d, generator=generator)
+    return centres[labels] + 0.7 * torch.randn(49, d, generator=generator), labels
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 64])
+@pytest.mark.parametrize(("fast", "plain"), [(herd, herd_one_class), (herd_greedy, greedy_one_class)])
+def test_herding_equals_the_plain_loop(monkeypatch, fast, plain, chunk):
+    monkeypatch.setattr(select, "CHUNK", chunk)
+    for seed in range(20):
+        features, labels = uneven_classes(seed)
+        classes = [2, 0, 1]
+        chosen = fast(features, labels, classes, 6)
+        assert chosen.shape == (3, 6)
+        for row, c in zip(chosen.tolist(), classes, strict=True):
+            positions = torch.nonzero(labels == c).flatten().numpy()
+            expected = plain(features[positions].double().numpy(), 6)
+            assert row == positions[expected].tolist()
+
+
+def test_herding_meets_repeated_argmaxes():
+    """In few dimensions the best row comes up again; the plain loop above must have had to skip it somewhere."""
+    skipped = 0
+    for seed in range(20):
+        features, labels = uneven_classes(seed, d=2)
+        chosen = herd(features, labels, [1], 10)[0].tolist()
+        positions = torch.nonzero(labels == 1).flatten()
+        d = torch.nn.functional.normalize(features[positions].double(), dim=1)
+        assert chosen == positions[herd_one_class(features[positions].double().numpy(), 10)].tolist()
+        w, seen = d.mean(0), []
+        for _ in range(10):
+            j = int((d @ w).argmax())
+            skipped += j in seen
+            seen.append(j)
+            w = w + d.mean(0) - d[j]
+    assert skipped > 0
+
+
+def test_rows_the_iteration_never_reaches_fill_up_in_order():
+    """Identical features: the argmax is the first row for ever."""
+    features = torch.ones(6, 3)
+    labels = torch.tensor([1, 0, 1, 1, 0, 1])
+    assert herd(features, labels, [1], 3).tolist() == [[0, 2, 3]]
+    assert herd(features, labels, [1, 0], 2).tolist() == [[0, 2], [1, 4]]
+
+
+def test_the_limit_of_iterations_counts(monkeypatch):
+    """With a limit of one iteration, all but the first choice come from the filling-up rule."""
+    monkeypatch.setattr(select, "HERDING_LIMIT", 1)
+    features = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.95, -0.05]])
+    d = torch.nn.functional.normalize(features.double(), dim=1)
+    w, free, expected = d.mean(0), [0, 1, 2, 3], []
+    for _ in range(4):
+        j = max(free, key=lambda i: float(d[i] @ w))
+        free.remove(j)
+        expected.append(j)
+        w = w + d.mean(0) - d[j]
+    assert herd(features, torch.zeros(4, dtype=torch.int64), [0], 4).tolist() == [expected]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 7))
+def test_herded_rows_are_distinct_and_of_their_class(seed, m):
+    features, labels = uneven_classes(seed)
+    for choose in (herd, herd_greedy):
+        chosen = choose(features, labels, range(3), m)
+        assert torch.equal(labels[chosen], torch.arange(3)[:, None].expand(3, m))
+        assert all(len(set(row)) == m for row in chosen.tolist())
+
+
+def test_a_longer_choice_begins_with_the_shorter_one():
+    features, labels = uneven_classes(4)
+    for choose in (herd, herd_greedy):
+        assert torch.equal(choose(features, labels, [1, 2], 9)[:, :4], choose(features, labels, [1, 2], 4))
+
+
+@pytest.mark.parametrize("choose", [herd, herd_greedy])
+def test_fewer_images_than_exemplars_are_refused_by_name(choose):
+    features, labels = uneven_classes(0)
+    with pytest.raises(DataError, match=r"class 0 has 7 image\(s\), 8 are needed"):
+        choose(features, labels, [2, 0], 8)
+    with pytest.raises(DataError, match=r"class 5 has 0 image\(s\)"):
+        choose(features, labels, [5], 1)
+    assert choose(features, labels, [0], 7).sort(1).values.tolist() == [torch.nonzero(labels == 0).flatten().tolist()]
+    assert choose(features, labels, [0, 1], 0).shape == (2, 0)
+
+
+def test_features_that_are_not_finite_are_refused():
+    features, labels = uneven_classes(0)
+    features[3, 1] = torch.nan
+    with pytest.raises(TrainingError, match="not finite"):
+        herd(features, labels, [0], 2)
+
+
+def test_class_means():
+    features, labels = uneven_classes(1)
+    means = class_means(features, labels, 3)
+    assert means.dtype == features.dtype
+    for c in range(3):
+        assert torch.allclose(means[c], features[labels == c].mean(0), atol=1e-6)
+    with pytest.raises(DataError, match="class 3 has 0"):
+        class_means(features, labels, 4)
+
+
+def lloyd(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    for _ in range(100):
+        near = ((points[:, None] - centres[None]) ** 2).sum(2).argmin(1)
+        centres = np.stack([points[near == j].mean(0) if (near == j).any() else c for j, c in enumerate(centres)])
+    return centres
+
+
+def inertia(points: np.ndarray, centres: np.ndarray) -> float:
+    return float(((points[:, None] - centres[None]) ** 2).sum(2).min(1).sum())
+
+
+def test_kmeans_finds_clusters_that_are_there():
+    generator = torch.Generator().manual_seed(0)
+    truth = 10 * torch.randn(3, 4, 6, generator=generator)
+    points = (truth[:, :, None] + 0.01 * torch.randn(3, 4, 15, 6, generator=generator)).flatten(1, 2)
+    centres = kmeans(points, 4, generator)
+    expected = points.view(3, 4, 15, 6).mean(2)
+    distance = torch.cdist(centres, expected)
+    assert distance.amin(2).max() < 1e-4
+    assert (distance.argmin(2).sort(1).values == torch.arange(4)).all()
+
+
+def test_kmeans_ends_in_a_fixed_point_as_good_as_sklearns():
+    from sklearn.cluster import KMeans
+
+    points = torch.randn(2, 60, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    centres = kmeans(points, 5, torch.Generator().manual_seed(2), restarts=100)
+    for x, c in zip(points.numpy(), centres.numpy(), strict=True):
+        assert np.allclose(lloyd(x, c), c, atol=1e-10)
+        theirs = KMeans(5, n_init=20, random_state=0).fit(x)
+        assert inertia(x, c) <= theirs.inertia_ * 1.03
+
+
+def test_kmeans_keeps_the_best_restart():
+    points = torch.randn(1, 80, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    one = [
+        inertia(points[0].numpy(), kmeans(points, 8, torch.Generator().manual_seed(s), restarts=1)[0].numpy())
+        for s in range(8)
+    ]
+    many = inertia(points[0].numpy(), kmeans(points, 8, torch.Generator().manual_seed(0), restarts=30)[0].numpy())
+    assert max(one) > min(one)
+    assert many <= min(one) * 1.01
+
+
+def test_kmeans_is_deterministic_and_draws_from_its_generator_only():
+    points = torch.randn(2, 30, 3, generator=torch.Generator().manual_seed(4))
+    before = torch.get_rng_state()
+    a, b, c = (kmeans(points, 6, torch.Generator().manual_seed(s), restarts=1) for s in (7, 7, 8))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+    assert torch.equal(before, torch.get_rng_state())
+    assert a.dtype == points.dtype
+
+
+def test_kmeans_ignores_masked_points():
+    generator = torch.Generator().manual_seed(5)
+    points = torch.randn(2, 20, 3, generator=generator, dtype=torch.float64)
+    mask = torch.arange(20) < torch.tensor([[12], [20]])
+    wild = torch.where(mask[:, :, None], points, 1e6)
+    wild[0, 19] = torch.nan
+    alone = kmeans(points[:1, :12], 3, torch.Generator().manual_seed(0), restarts=30)
+    masked = kmeans(wild, 3, torch.Generator().manual_seed(0), mask=mask, restarts=30)
+    x = points[0, :12].numpy()
+    assert masked.abs().max() < 10
+    assert np.isclose(inertia(x, masked[0].numpy()), inertia(x, alone[0].numpy()))
+
+
+def test_kmeans_with_fewer_different_points_than_centres():
+    points = torch.tensor([[[0.0, 0.0], [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]])
+    centres = kmeans(points, 3, torch.Generator().manual_seed(0))[0]
+    assert {tuple(c) for c in centres.tolist()} == {(0.0, 0.0), (3.0, 4.0)}
+    with pytest.raises(ValueError, match="points in every set"):
+        kmeans(points, 2, torch.Generator(), mask=torch.zeros(1, 4, dtype=torch.bool))

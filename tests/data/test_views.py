@@ -1,0 +1,287 @@
+"""Views against plain per-sample operations and torchvision's own functions."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torchvision.transforms import functional as tv
+
+from incvec.data import views as v
+from incvec.data.views import Views
+from incvec.errors import ConfigError
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pictures(b: int, c: int = 3, h: int = 6, w: int = 6) -> torch.Tensor:
+    return torch.randint(1, 256, (b, c, h, w), generator=seeded(42), dtype=torch.uint8)
+
+
+def test_crop_is_padding_and_slicing():
+    images, pad = pictures(200, h=5, w=7), 2
+    cropped = v.crop(images, pad, seeded())
+    assert cropped.dtype == torch.uint8
+    padded = F.pad(images, (pad, pad, pad, pad))
+    found = []
+    for image, result in zip(padded, cropped, strict=True):
+        matches = [
+            (i, j)
+            for i in range(2 * pad + 1)
+            for j in range(2 * pad + 1)
+            if torch.equal(image[:, i : i + 5, j : j + 7], result)
+        ]
+        assert len(matches) == 1
+        found += matches
+    counts = torch.zeros(5, 5)
+    for i, j in found:
+        counts[i, j] += 1
+    assert (counts > 0).all()  # every offset occurs: 200 draws of 25
+    assert counts.sum(0).max() < 70  # and no row or column of them prevails: 40 expected
+    assert counts.sum(1).max() < 70
+
+
+def test_crop_without_padding_changes_nothing():
+    images = pictures(3)
+    assert torch.equal(v.crop(images, 0, seeded()), images)
+
+
+def test_flip_mirrors_about_half():
+    images = pictures(400)
+    flipped = v.flip(images, seeded())
+    mirrored = [torch.equal(a, b.flip(-1)) for a, b in zip(flipped, images, strict=True)]
+    kept = [torch.equal(a, b) for a, b in zip(flipped, images, strict=True)]
+    assert all(m != k for m, k in zip(mirrored, kept, strict=True))
+    assert 160 < sum(mirrored) < 240
+
+
+def test_crop_and_flip_in_one_gather_equals_one_after_the_other():
+    images = pictures(64, h=5, w=8)
+    both = v.crop_and_flip(images, 2, seeded(7))
+    generator = seeded(7)
+    assert torch.equal(both, v.flip(v.crop(images, 2, generator), generator))
+
+
+def test_channels_last_images_are_cropped_alike():
+    images = pictures(8)
+    last = images.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(v.crop(last, 2, seeded()), v.crop(images, 2, seeded()))
+
+
+def test_brightness_factors_are_uniform_and_per_sample():
+    b = 63 / 255
+    grey = torch.full((2000, 1, 2, 2), 0.5)
+    factors = v.brightness_jitter(grey, b, seeded())[:, 0, 0, 0] / 0.5
+    assert factors.min() >= 1 - b - 1e-6
+    assert factors.max() <= 1 + b + 1e-6
+    assert len(factors.unique()) > 1900
+    assert abs(factors.mean() - 1) < 4 * (b / math.sqrt(3)) / math.sqrt(2000)
+    assert abs(factors.std() - b / math.sqrt(3)) < 0.01
+    assert v.brightness_jitter(torch.ones(50, 1, 1, 1), b, seeded()).max() == 1
+    assert v.brightness_jitter(grey, 3.0, seeded()).min() >= 0
+
+
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
+def test_colour_adjustments_agree_with_torchvision(name):
+    images = torch.rand(40, 3, 5, 4, generator=seeded(1))
+    images[0] = 0.3  # grey: no hue
+    images[1, 0] = images[1, 1]  # ties of two channels
+    images[2, 1] = images[2, 2]
+    images[3, 0] = images[3, 2]
+    images[4], images[5] = 0, 1
+    factors = torch.linspace(-0.5, 0.5, 40) if name == "hue" else torch.linspace(0, 2, 40)
+    ours = getattr(v, f"adjust_{name}")(images, factors)
+    theirs = torch.stack([getattr(tv, f"adjust_{name}")(x, f.item()) for x, f in zip(images, factors, strict=True)])
+    assert torch.allclose(ours, theirs, atol=2e-5)
+
+
+def test_random_grey_is_per_sample():
+    images = torch.rand(1000, 3, 2, 2, generator=seeded(1))
+    result = v.random_grey(images, 0.2, seeded())
+    grey = [torch.allclose(y, tv.rgb_to_grayscale(x, 3), atol=1e-6) for x, y in zip(images, result, strict=True)]
+    kept = [torch.equal(y, x) for x, y in zip(images, result, strict=True)]
+    assert all(g != k for g, k in zip(grey, kept, strict=True))
+    assert 150 < sum(grey) < 250
+
+
+def test_colour_jitter_is_the_four_adjustments_in_the_stated_order():
+    images = torch.rand(6, 3, 4, 4, generator=seeded(1))
+    result = v.colour_jitter(images, 0.4, 0.3, 0.2, 0.1, seeded(9))
+    generator = seeded(9)
+    expected = images
+    for name, low, high in (
+        ("brightness", 0.6, 1.4),
+        ("contrast", 0.7, 1.3),
+        ("saturation", 0.8, 1.2),
+        ("hue", -0.1, 0.1),
+    ):
+        factors = low + (high - low) * torch.rand(6, generator=generator)
+        expected = torch.stack(
+            [getattr(tv, f"adjust_{name}")(x, f.item()) for x, f in zip(expected, factors, strict=True)]
+        )
+    assert torch.allclose(result, expected, atol=2e-5)
+    one_channel = v.colour_jitter(images[:, :1], 0.4, 0.4, 0.4, 0.4, seeded())
+    assert one_channel.shape == (6, 1, 4, 4)
+
+
+def test_resized_window_is_a_slice_and_an_interpolation():
+    images = torch.rand(5, 3, 9, 12, generator=seeded(1))
+    boxes = [(0, 0, 9, 12), (2, 3, 4, 5), (8, 11, 1, 1), (0, 6, 3, 6), (4, 0, 5, 2)]
+    top, left, height, width = (torch.tensor(x, dtype=torch.float32) for x in zip(*boxes, strict=True))
+    ours = v.resized_window(images, top, left, height, width)
+    for image, result, (i, j, h, w) in zip(images, ours, boxes, strict=True):
+        expected = F.interpolate(image[None, :, i : i + h, j : j + w], (9, 12), mode="bilinear", align_corners=False)
+        assert torch.allclose(result, expected[0], atol=1e-5)
+
+
+def test_random_resized_crop_draws_boxes_as_stated(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(v, "resized_window", lambda images, *box: drawn.append(torch.stack(box, 1)))
+    v.random_resized_crop(torch.zeros(4000, 3, 32, 32), seeded())
+    top, left, height, width = drawn[0].unbind(1)
+    assert torch.equal(drawn[0], drawn[0].round())
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 32).all()
+    assert (left + width <= 32).all()
+    share = height * width / 1024
+    assert share.min() > 0.17
+    assert share.max() <= 1
+    assert 0.5 < share.mean() < 0.6  # U(0.2, 1), the largest boxes sometimes not fitting
+    aspect = width / height
+    assert aspect.min() > 0.75 * 0.9
+    assert aspect.max() < 4 / 3 * 1.1
+    assert abs(aspect.log().mean()) < 0.02
+    assert abs((top / (32 - height)).nanmean() - 0.5) < 0.03
+    assert len(drawn[0].unique(dim=0)) > 2000
+
+
+def test_where_no_box_fits_the_largest_central_one_is_taken(monkeypatch):
+    """Every draw asks for twice the image's area."""
+    boxes = []
+    monkeypatch.setattr(v, "resized_window", lambda images, *box: boxes.append([float(x[0]) for x in box]))
+    for h, w in ((10, 10), (10, 40), (40, 10)):
+        v.random_resized_crop(torch.zeros(1, 3, h, w), seeded(), scale=(2, 2))
+    # (top, left, height, width): the aspect stays within 3/4 and 4/3
+    assert boxes == [[0, 0, 10, 10], [0, 14, 10, 13], [14, 0, 13, 10]]
+
+
+def test_rotations_and_their_labels():
+    images = torch.arange(2 * 1 * 2 * 2).view(2, 1, 2, 2).float()
+    turned = v.rotate90(images)
+    assert turned.shape == (8, 1, 2, 2)
+    assert turned[:4, 0].tolist() == [[[0, 1], [2, 3]], [[1, 3], [0, 2]], [[3, 2], [1, 0]], [[2, 0], [3, 1]]]
+    for i in range(2):
+        for k in range(4):
+            assert torch.equal(turned[4 * i + k], torch.rot90(images[i], k, (1, 2)))
+    assert v.rotation_labels(torch.tensor([3, 1])).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
+
+
+def test_rotations_keep_channels_last():
+    images = torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    turned = v.rotate90(images)
+    assert turned.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(turned, v.rotate90(images.contiguous()))
+
+
+def test_deterministic_views():
+    views, images = Views(2, True, 0.2, MEAN, STD), pictures(4)
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    plain = (images.float() / 255 - mean) / std
+    assert torch.allclose(views("test", images), plain, atol=1e-6)
+    assert torch.allclose(views("flipped", images), plain.flip(-1), atol=1e-6)
+    assert torch.equal(views("raw", images), images.float() / 255)
+    assert torch.equal(Views(2, False, 0.2, MEAN, STD)("flipped", images), views("test", images))
+
+
+def test_train_view_is_crop_flip_jitter_normalise():
+    images = pictures(32)
+    generator = seeded(3)
+    expected = v.flip(v.crop(images, 2, generator), generator).float() / 255
+    factors = 0.8 + 0.4 * torch.rand(32, generator=generator)
+    expected = torch.stack([tv.adjust_brightness(x, f.item()) for x, f in zip(expected, factors, strict=True)])
+    expected = tv.normalize(expected, MEAN, STD)
+    assert torch.allclose(Views(2, True, 0.2, MEAN, STD)("train", images, seeded(3)), expected, atol=1e-5)
+    # without jitter and flip only the crop is left
+    bare = Views(2, False, 0.0, (0.0,) * 3, (1.0,) * 3)("train", images, seeded(3))
+    assert torch.equal(bare, v.crop(images, 2, seeded(3)).float() / 255)
+
+
+def test_strong_view_follows_its_recipe():
+    images = pictures(16, h=8, w=8)
+    generator = seeded(4)
+    expected = v.random_resized_crop(images.float() / 255, generator)
+    expected = v.random_grey(expected, 0.2, generator)
+    expected = v.colour_jitter(expected, 0.4, 0.4, 0.4, 0.4, generator)
+    unflipped = expected
+    expected = tv.normalize(v.flip(expected, generator), MEAN, STD)
+    assert torch.allclose(Views(2, True, 0.2, MEAN, STD)("strong", images, seeded(4)), expected, atol=1e-5)
+    upright = Views(2, False, 0.2, MEAN, STD)("strong", images, seeded(4))
+    assert torch.allclose(upright, tv.normalize(unflipped, MEAN, STD), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["train", "strong"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_random_views_differ_by_sample_and_repeat_by_seed(name, channels):
+    views = Views(2, True, 0.25, (0.5,) * channels, (0.25,) * channels)
+    images = pictures(1, channels, 8, 8).expand(64, -1, -1, -1)
+    once, again, other = (views(name, images, seeded(s)) for s in (1, 1, 2))
+    assert once.shape == images.shape
+    assert once.dtype == torch.float32
+    assert torch.isfinite(once).all()
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+    assert len(once.flatten(1).unique(dim=0)) == 64  # one picture, 64 different views
+
+
+def test_views_leave_their_images_alone():
+    images = pictures(4)
+    before = images.clone()
+    for name in v.NAMES:
+        Views(2, True, 0.2, MEAN, STD)(name, images, seeded())
+    assert torch.equal(images, before)
+
+
+def test_wrong_names_and_numbers_are_refused():
+    views, images = Views(2, True, 0.2, MEAN, STD), pictures(1)
+    with pytest.raises(ConfigError, match="Did you mean 'train'"):
+        views("trian", images, seeded())
+    with pytest.raises(ValueError, match="needs a generator"):
+        views("train", images)
+    with pytest.raises(ConfigError, match="as many of both"):
+        Views(2, True, 0.2, MEAN, (0.5,))
+    with pytest.raises(ConfigError, match="std > 0"):
+        Views(2, True, 0.2, MEAN, (0.0, 1.0, 1.0))
+    with pytest.raises(ConfigError, match="negative"):
+        Views(-1, True, 0.2, MEAN, STD)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", v.NAMES)
+def test_a_fetch_can_be_captured(name):
+    """Replayed, a captured fetch draws what an eager one draws, and goes on drawing."""
+    from incvec.data.source import ImageSource
+
+    images = pictures(64, h=32, w=32)
+    views = Views(4, True, 0.25, MEAN, STD)
+    source = ImageSource(images, torch.zeros(64, dtype=torch.int64), views, "cuda", channels_last=True)
+    indices = torch.arange(32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    eager = [source.fetch(indices, generator, (name,)).images.clone() for _ in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        source.fetch(indices, generator, (name,))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = source.fetch(indices, generator, (name,)).images
+    generator.manual_seed(0)
+    for expected in eager:
+        graph.replay()
+        assert torch.allclose(captured, expected, atol=1e-5)

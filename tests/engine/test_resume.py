@@ -1,0 +1,200 @@
+"""A run that was broken off goes on as if nothing had happened, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from incvec.addons import ADDONS
+from incvec.data import Dataset
+from incvec.engine import events as ev
+from incvec.engine import run as run_module
+from incvec.engine.run import Run, finish
+from incvec.methods import METHODS
+from incvec.presets import resolve
+from tests.conftest import make_run, quick, same_record, same_weights
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture
+def save_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save at every epoch, so that every position is resumed from."""
+    monkeypatch.setattr(Run, "_save_due", lambda self: True)
+
+
+def break_after(run: Run, count: int) -> bool:
+    """Turn the run for `count` events, then drop it as a kill would; True when it was finished before."""
+    for number, event in enumerate(run.events()):
+        if isinstance(event, ev.Finished):
+            return True
+        if number == count:
+            return False
+    return True
+
+
+def positions(run: Run) -> Iterator[int]:
+    yield from (n for n, event in enumerate(run.events()) if not isinstance(event, ev.Tick))
+
+
+@pytest.mark.usefixtures("save_always")
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
+def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+    given = quick(method, *addons)
+    whole = make_run(few, tmp_path / "whole", given)
+    record = finish(whole)
+    out = tmp_path / "broken"
+    breaks = 0
+    while not break_after(make_run(few, out, given), 2 + breaks % 3):
+        breaks += 1
+        assert breaks < 200
+    assert breaks > 5
+    again = finish(make_run(few, out, given))
+    same_record(again, record)
+    for task in range(3):
+        same_weights(whole.snapshot_path(task), out / "snapshots" / f"task-{task:02d}.safetensors")
+
+
+@pytest.mark.parametrize("hook", ["begin_task", "begin_stage", "end_stage", "end_task", "begin_evaluation", "grow"])
+def test_broken_off_inside_hooks(hook: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from incvec.methods.podnet import PODNet
+
+    given = quick("podnet", "ivt")
+    whole = make_run(few, tmp_path / "whole", given)
+    record = finish(whole)
+    original = getattr(PODNet, hook)
+    calls = 0
+
+    def breaking(self: PODNet, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(self, *arguments)
+        if calls in (1, 3, 4, 9, 14):
+            raise Broken
+        return result
+
+    out = tmp_path / "broken"
+    with monkeypatch.context() as patch:
+        patch.setattr(PODNet, hook, breaking)
+        for _ in range(40):
+            try:
+                again = finish(make_run(few, out, given))
+                break
+            except Broken:
+                continue
+        else:
+            pytest.fail("the run never came to its end")
+    same_record(again, record)
+    same_weights(whole.snapshot_path(2), out / "snapshots" / "task-02.safetensors")
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from incvec.data import load_dataset
+from incvec.engine.run import Run, finish
+from incvec.presets import resolve
+Run._save_due = lambda self: True
+finish(Run(resolve({given!r}), load_dataset("digits"), Path({out!r})))
+"""
+
+
+def kill_until_done(given: dict[str, Any], out: Path, seed: int, span: float) -> int:
+    """Start the run in a process of its own and kill it at random moments, until it gets to its end."""
+    chance = random.Random(seed)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    kills = 0
+    while True:
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT.format(given=given, out=str(out))], env=environment)
+        before = out / "checkpoint.safetensors"
+        stamp = before.stat().st_mtime_ns if before.exists() else 0
+        # Wait for the first sign of progress, so that every life gets somewhere; then any moment will do.
+        while process.poll() is None:
+            if before.exists() and before.stat().st_mtime_ns != stamp:
+                break
+            time.sleep(0.005)
+        try:
+            process.wait(timeout=chance.uniform(0, span))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            continue
+        assert process.returncode == 0
+        return kills
+
+
+def long_enough(method: str) -> dict[str, Any]:
+    given = quick(method, "ivt", **{method: {"epochs": 12, "base_epochs": 12}, "ivt": {"interval": 3}})
+    return {**given, "base_classes": 4, "tasks": 3}
+
+
+def check_kills(method: str, tmp_path: Path, digits: Dataset, span: float) -> int:
+    given = long_enough(method)
+    whole = Run(resolve(given), digits, tmp_path / "whole")
+    record = finish(whole)
+    out = tmp_path / "killed"
+    kills = kill_until_done(given, out, seed=1, span=span)
+    again = finish(Run(resolve(given), digits, out))
+    same_record(again, record)
+    for task in range(4):
+        same_weights(whole.snapshot_path(task), out / "snapshots" / f"task-{task:02d}.safetensors")
+    return kills
+
+
+def test_killed_at_random_moments(tmp_path: Path, digits: Dataset) -> None:
+    """SIGKILL, several times over; PODNet with IVT, so herding and the balanced stage are hit too."""
+    assert check_kills("podnet", tmp_path, digits, span=1.5) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"joint"}))
+def test_every_method_killed_at_random_moments(method: str, tmp_path: Path, digits: Dataset) -> None:
+    assert check_kills(method, tmp_path, digits, span=0.4) >= 1
+
+
+def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that stops half-way leaves the checkpoint before it in place."""
+    given = quick("podnet")
+    record = finish(make_run(few, tmp_path / "whole", given))
+    calls = 0
+
+    def torn(source: str, target: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls % 4 == 0:
+            raise Broken  # the temporary file is complete or not; it was never renamed
+        real(source, target)
+
+    real = os.replace
+    out = tmp_path / "broken"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "SAVING_SHARE", 0)
+        patch.setattr("incvec.engine.files.os.replace", torn)
+        for _ in range(40):
+            try:
+                again = finish(make_run(few, out, given))
+                break
+            except Broken:
+                continue
+        else:
+            pytest.fail("the run never came to its end")
+    same_record(again, record)
+
+
+def test_addon_names_are_known() -> None:
+    assert "ivt" in ADDONS
