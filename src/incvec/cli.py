@@ -125,9 +125,7 @@ def run(
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Training seed.", show_default="0")] = None,
-    oracle: Annotated[
-        bool, typer.Option("--oracle", help="Train on the full past in place of the memory.")
-    ] = False,
+    oracle: Annotated[bool, typer.Option("--oracle", help="Train on the full past in place of the memory.")] = False,
     variant: Annotated[
         str | None, typer.Option(help="Which preset: the paper's, or the authors'.", show_default="paper")
     ] = None,
@@ -144,13 +142,9 @@ def run(
     ] = None,
     bases: Annotated[
         Path | None,
-        typer.Option(
-            help="Where runs share their trained base task.", show_default="the folder bases beside --out"
-        ),
+        typer.Option(help="Where runs share their trained base task.", show_default="the folder bases beside --out"),
     ] = None,
-    no_share: Annotated[
-        bool, typer.Option("--no-share", help="Train the base task here, share nothing.")
-    ] = False,
+    no_share: Annotated[bool, typer.Option("--no-share", help="Train the base task here, share nothing.")] = False,
     download: Annotated[bool, typer.Option("--download", help="Fetch the data set if it is missing.")] = False,
     engine: Annotated[
         str | None, typer.Option(help="eager, or graph for a captured step.", show_default="auto")

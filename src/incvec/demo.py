@@ -42,9 +42,7 @@ RUNS: dict[str, dict[str, Any]] = {
 ON_PATHS = ("podnet", "podnet + ivt", "podnet oracle")
 
 
-def run_demo(
-    out: Path, seed: int, console: Console, changes: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
+def run_demo(out: Path, seed: int, console: Console, changes: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Train (or go on with, or just read) the four runs, print the table, draw `demo.png`; returns the records.
 
     `changes` are settings for all runs that have such a section, in place of the presets'.

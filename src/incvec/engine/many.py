@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from incvec.engine import events as ev
 from incvec.engine.run import Run
@@ -24,20 +20,15 @@ class Failed(ev.Event):
 def turn(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, ev.Event]]:
     """Turn the runs, at most `at_once` of them at a time; yields each event with its run's number."""
     waiting = list(range(len(runs)))
-    active: dict[int, tuple[Iterator[ev.Event], AbstractContextManager[Any]]] = {}
+    active: dict[int, Iterator[ev.Event]] = {}
     while waiting or active:
         while waiting and len(active) < at_once:
             number = waiting.pop(0)
-            run = runs[number]
-            stream: AbstractContextManager[Any] = nullcontext()
-            if run.device.type == "cuda":
-                stream = torch.cuda.stream(torch.cuda.Stream(run.device))
-            active[number] = (run.events(), stream)
+            active[number] = runs[number].events()
         idle = True
-        for number, (events, stream) in list(active.items()):
+        for number, events in list(active.items()):
             try:
-                with stream:
-                    event = next(events)
+                event = next(events)
             except StopIteration:
                 del active[number]
                 continue

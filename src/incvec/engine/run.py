@@ -7,10 +7,9 @@ from its last checkpoint as if nothing had happened: every draw is seeded by wha
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,7 @@ class Run:
         self.config, self.dataset, self.out, self.bases = config, dataset, out, bases
         self.name = " + ".join([config.method, *config.addons]) + (" oracle" if config.oracle else "")
         self.device = pick_device(config.device)
-        self.generator = torch.Generator(self.device)
-        self.views_generator = torch.Generator(self.device)
+        self._new_generators()
         self.shuffle_generator = torch.Generator(self.device)
         self.position = (0, 0, 0)
         self.progress = Progress()
@@ -72,6 +70,12 @@ class Run:
         self._done_work = 0.0
         self._work_start: tuple[float, float] | None = None
         self._rows_seen: dict[tuple[bool, str], float] = {}
+
+    def _new_generators(self) -> None:
+        self.generator = torch.Generator(self.device)
+        self.views_generator = torch.Generator(self.device)
+        if hasattr(self, "parts"):
+            self.parts.world.generator = self.generator
 
     # Files ----------------------------------------------------------------------------------------------
 
@@ -89,7 +93,20 @@ class Run:
     # The whole run --------------------------------------------------------------------------------------
 
     def events(self) -> Iterator[ev.Event]:
-        """Train, evaluate, save; yields as it goes."""
+        """Train, evaluate, save; yields as it goes. On a GPU all its work goes through a stream of its own."""
+        inner = self._events()
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        try:
+            while True:
+                with torch.cuda.stream(stream):  # does nothing where there is none
+                    event = next(inner, None)
+                if event is None:
+                    return
+                yield event
+        finally:
+            inner.close()
+
+    def _events(self) -> Generator[ev.Event, None, None]:
         if self.record_path.exists():
             record = json.loads(self.record_path.read_text())
             self._same_config(record["config"], self.record_path)
@@ -337,6 +354,8 @@ class Run:
             except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
                 loop.replay = None
                 forget_compiled(self.parts.method)
+                self._new_generators()  # a broken capture leaves its generators unusable
+                loop.views_generator = self.views_generator
                 with torch.no_grad():
                     for name, tensor in live.items():
                         tensor.copy_(saved[name])
@@ -578,8 +597,3 @@ def finish(run: Run) -> dict[str, Any]:
         elif isinstance(event, ev.Finished):
             record = event.record
     return record
-
-
-def close_quietly(events: Iterator[ev.Event]) -> None:
-    with contextlib.suppress(RuntimeError):
-        events.close()  # type: ignore[attr-defined]

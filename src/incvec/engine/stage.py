@@ -17,7 +17,7 @@ from incvec.contracts import AddOn, Method, Stage, World
 from incvec.errors import ConfigError
 from incvec.ivt.fisher import BatchFisher
 
-WARMUP_STEPS = 3
+WARMUP_STEPS = 2
 TICK = 16  # steps queued before other runs get a turn
 
 
@@ -104,7 +104,7 @@ class StageLoop:
         self.base_rates = [group.lr for group, own in zip(stage.groups, self.groups, strict=True) if own]
         self.factors = stage.schedule.factors(stage.epochs, self.steps)
         self.rates = self.factors[: self.steps].to(device)
-        self.order = torch.zeros(self.steps * self.batch, dtype=torch.int64, device=device)
+        self.order = rows[: self.steps * self.batch].clone()
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
         self.lanes = torch.arange(self.batch, device=device)
         self.terms: list[str] = []
@@ -206,15 +206,9 @@ def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[to
     optimiser state, so everything in `live` is put back afterwards; the capture itself executes nothing.
     """
     saved = {name: tensor.clone() for name, tensor in live.items()}
-    seeds = [generator.initial_seed() for generator in generators]
-    stream = torch.cuda.current_stream()
-    side = torch.cuda.Stream()
-    side.wait_stream(stream)
-    with torch.cuda.stream(side):
-        for _ in range(WARMUP_STEPS):
-            loop.cursor.zero_()
-            loop.step()
-    stream.wait_stream(side)
+    for _ in range(WARMUP_STEPS):
+        loop.cursor.zero_()
+        loop.step()
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(saved[name])
@@ -223,9 +217,7 @@ def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[to
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    stream = torch.cuda.current_stream()  # autograd's leaf nodes remember the stream of the warm-up: stay on it
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         loop.step()
-    for generator, seed in zip(generators, seeds, strict=True):
-        generator.manual_seed(seed)
     loop.replay = graph.replay

@@ -224,10 +224,12 @@ class _Closure(nn.Module):
     def __init__(self, model: nn.Module, function: LossFunction) -> None:
         super().__init__()
         self.model = model
-        self._function = function
+        # In a tuple, since a function that is a module itself must not be registered: its parameters would be
+        # swapped twice and not come back.
+        self._functions = (function,)
 
     def forward(self, batch: Any) -> Tensor:
-        return self._function(batch)
+        return self._functions[0](batch)
 
 
 def _samples(batch: Any) -> int:

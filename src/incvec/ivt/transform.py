@@ -66,8 +66,11 @@ def block_pull(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) ->
     rounding errors. r is `ridge` times the trace of A + Fbar_t. A block of zeros has S = I.
     """
     prev, both = fisher_prev.double(), 2 * fisher_prev.double() + fisher_new.double()
-    trace = both.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    both.diagonal(dim1=-2, dim2=-1).add_(torch.where(trace > 0, ridge * trace, 1.0))
+    trace = both.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+    some = trace > 0
+    unit = torch.where(some, trace, 1.0)  # both sides are divided by it: the squares may be as small as they like
+    prev, both = prev / unit, both / unit
+    both.diagonal(dim1=-2, dim2=-1).add_(torch.where(some, ridge, 1.0)[..., 0])
     # solve_ex leaves its error flag on the device; solve would wait for it.
     solution: Tensor = torch.linalg.solve_ex(both, prev).result
     return solution
