@@ -49,7 +49,8 @@ def measure(data: Dataset, runs: int, engine: str, addons: list[str], epochs: in
     rows: dict[tuple[int, str], int] = {}
     with tempfile.TemporaryDirectory() as folder:
         many = [Run(resolve({**given, "seed": seed}), data, Path(folder) / str(seed)) for seed in range(runs)]
-        for number, event in turn(many, runs):
+        makers = [lambda run=run: run for run in many]
+        for number, event in turn(makers, runs):
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, ev.StageStarted):

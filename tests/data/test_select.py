@@ -11,12 +11,12 @@ from incvec.data.select import class_means, herd, herd_greedy, kmeans
 from incvec.errors import DataError, TrainingError
 
 
-def herd_one_class(features: np.ndarray, m: int) -> list[int]:
+def herd_one_class(features: np.ndarray, m: int, limit: int = 1000) -> list[int]:
     """iCaRL's loop, in numpy; whoever is still missing after 1,000 rounds is the best of the rest."""
     d = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     mu = d.mean(0)
     w, chosen = mu.copy(), []
-    for _ in range(1000):
+    for _ in range(limit):
         if len(chosen) == m:
             return chosen
         j = int(np.argmax(d @ w))
@@ -33,7 +33,7 @@ def herd_one_class(features: np.ndarray, m: int) -> list[int]:
 
 
 def greedy_one_class(features: np.ndarray, m: int) -> list[int]:
-    d = features / np.linalg.norm(features, axis=1, keepdims=True)
+    d = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     mu, chosen = d.mean(0), []
     for k in range(1, m + 1):
         costs = {i: np.linalg.norm(mu - (d[chosen].sum(0) + d[i]) / k) for i in range(len(d)) if i not in chosen}
@@ -90,18 +90,26 @@ def test_rows_the_iteration_never_reaches_fill_up_in_order():
     assert herd(features, labels, [1, 0], 2).tolist() == [[0, 2], [1, 4]]
 
 
-def test_the_limit_of_iterations_counts(monkeypatch):
-    """With a limit of one iteration, all but the first choice come from the filling-up rule."""
-    monkeypatch.setattr(select, "HERDING_LIMIT", 1)
-    features = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.95, -0.05]])
-    d = torch.nn.functional.normalize(features.double(), dim=1)
-    w, free, expected = d.mean(0), [0, 1, 2, 3], []
-    for _ in range(4):
-        j = max(free, key=lambda i: float(d[i] @ w))
-        free.remove(j)
-        expected.append(j)
-        w = w + d.mean(0) - d[j]
-    assert herd(features, torch.zeros(4, dtype=torch.int64), [0], 4).tolist() == [expected]
+@pytest.mark.parametrize("limit", [1, 3, 8])
+def test_the_limit_of_iterations_counts(monkeypatch, limit):
+    """Past the limit, choices come from the filling-up rule, down to rows that point away from w."""
+    monkeypatch.setattr(select, "HERDING_LIMIT", limit)
+    for seed in range(10):
+        features, labels = uneven_classes(seed, d=2)
+        for c, row in enumerate(herd(features, labels, range(3), 7).tolist()):
+            positions = torch.nonzero(labels == c).flatten().numpy()
+            assert row == positions[herd_one_class(features[positions].double().numpy(), 7, limit)].tolist()
+
+
+@pytest.mark.parametrize(("fast", "plain"), [(herd, herd_one_class), (herd_greedy, greedy_one_class)])
+def test_features_of_zeros_stay_zeros(fast, plain):
+    """Dead samples have no direction, so their length counts in the greedy form."""
+    for seed in range(20):
+        features, labels = uneven_classes(seed)
+        features[::9] = 0
+        for c, row in enumerate(fast(features, labels, range(3), 6).tolist()):
+            positions = torch.nonzero(labels == c).flatten().numpy()
+            assert row == positions[plain(features[positions].double().numpy(), 6)].tolist()
 
 
 @settings(max_examples=30, deadline=None)
@@ -179,6 +187,16 @@ def test_kmeans_ends_in_a_fixed_point_as_good_as_sklearns():
         assert np.allclose(lloyd(x, c), c, atol=1e-10)
         theirs = KMeans(5, n_init=20, random_state=0).fit(x)
         assert inertia(x, c) <= theirs.inertia_ * 1.03
+
+
+def test_kmeans_starts_are_drawn_by_squared_distance():
+    """Points 0, 1 and 3 on a line, a pair of centres drawn: the second in proportion to its squared distance."""
+    points = torch.tensor([[[0.0], [1.0], [3.0]]]).expand(6000, 3, 1)
+    starts = kmeans(points, 2, torch.Generator().manual_seed(0), restarts=1, iterations=0)[:, :, 0]
+    for first, second, share in ((0, 3, 9 / 10), (1, 3, 4 / 5), (3, 0, 9 / 13)):
+        rows = starts[starts[:, 0] == first]
+        assert 1850 < len(rows) < 2150
+        assert abs((rows[:, 1] == second).float().mean() - share) < 0.035
 
 
 def test_kmeans_keeps_the_best_restart():

@@ -57,7 +57,8 @@ def test_lightning(clip, tmp_path):
     for _ in range(2):
         trainer = lightning.Trainer(
             max_epochs=3, accelerator="cpu", devices=1, callbacks=[callback], logger=False, gradient_clip_val=clip,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path,
         )  # fmt: skip
         trainer.fit(module, DataLoader(TensorDataset(X, Y), batch_size=4))
     model, ivt = plain(3, clip)
@@ -88,7 +89,8 @@ def test_lightning_goes_on_from_its_checkpoint(tmp_path):
     def fit(module, callback, *others, **resume):
         trainer = lightning.Trainer(
             max_epochs=3, accelerator="cpu", devices=1, callbacks=[callback, *others], logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=tmp_path,
         )  # fmt: skip
         trainer.fit(module, DataLoader(TensorDataset(X, Y), batch_size=4), **resume)
 

@@ -161,6 +161,8 @@ def test_buffers_hold_sums_and_mean_leaves_them():
     assert fisher.sums["b"].item() == pytest.approx(16 / 3)
     fisher.zero_()
     assert fisher.mean()["a"].tolist() == [0.0, 0.0]
+    fisher.mean_()  # of no step at all
+    assert fisher.sums["a"].tolist() == [0.0, 0.0]
 
 
 def test_parameters_that_step_apart_are_averaged_apart():

@@ -103,7 +103,9 @@ def test_the_plugin_equals_the_reference_after_100_steps(dtype, tolerance):
     assert theta.keys() == want_theta.keys() == cumulative.keys() == want_cumulative.keys()
     for name in theta:
         torch.testing.assert_close(theta[name].double(), want_theta[name], rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(cumulative[name].double(), want_cumulative[name], rtol=10 * tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            cumulative[name].double(), want_cumulative[name], rtol=10 * tolerance, atol=tolerance
+        )
 
 
 def test_the_reference_teleports_at_all():

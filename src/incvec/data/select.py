@@ -62,8 +62,9 @@ def _herd(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
         if iteration % CHECK_EVERY == 0 and bool((found >= m).all()):
             break
         step(mask)
-    while bool((found < m).any()):
-        step(mask & (rank == m))
+    if bool((found < m).any()):
+        for _ in range(m):
+            step(mask & (rank == m))
     return rank.argsort(dim=1, stable=True)[:, :m]
 
 

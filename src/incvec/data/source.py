@@ -32,7 +32,7 @@ class ImageSource:
         self.images = images.to(where).contiguous()
         self.labels = labels.to(where).contiguous()
         self.views = views.to(where)
-        self.channels_last = channels_last
+        self.channels_last = self.views.channels_last = channels_last
 
     def __len__(self) -> int:
         return len(self.labels)

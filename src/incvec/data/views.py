@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from incvec.errors import ConfigError, nearest
+from incvec.fusing import fused
 
 NAMES = ("train", "test", "strong", "flipped", "raw")
 DRAWING = frozenset({"train", "strong"})
@@ -233,6 +234,7 @@ class Views:
         self.pad = pad
         self.flip = flip
         self.brightness = brightness
+        self.channels_last = False  # the source's wish
         self.mean = torch.tensor(mean, dtype=torch.float32)[:, None, None]
         self.std = torch.tensor(std, dtype=torch.float32)[:, None, None]
 
@@ -240,6 +242,7 @@ class Views:
         """The same views with their constants on `device`, where a captured step needs them."""
         moved = Views.__new__(Views)
         moved.pad, moved.flip, moved.brightness = self.pad, self.flip, self.brightness
+        moved.channels_last = self.channels_last
         moved.mean, moved.std = self.mean.to(device), self.std.to(device)
         return moved
 
@@ -258,10 +261,12 @@ class Views:
         return normalise(to_float(images), self.mean, self.std)
 
     def _train(self, images: Tensor, generator: Generator) -> Tensor:
-        images = to_float((crop_and_flip if self.flip else crop)(images, self.pad, generator))
-        if self.brightness:
-            images = brightness_jitter(images, self.brightness, generator)
-        return normalise(images, self.mean, self.std)
+        """Draws first, pixels after: the second half is one kernel inside a captured step."""
+        top, left = _offsets(images, self.pad, generator)
+        mirrored = _coin(images, 0.5, generator) if self.flip else None
+        amount = self.brightness
+        factor = _between(images, max(0.0, 1 - amount), 1 + amount, generator) if amount else None
+        return _developed(images, top, left, mirrored, factor, self.mean, self.std, self.channels_last)
 
     def _strong(self, images: Tensor, generator: Generator) -> Tensor:
         images = random_resized_crop(to_float(images), generator)
@@ -270,6 +275,27 @@ class Views:
         if self.flip:
             images = flip(images, generator)
         return normalise(images, self.mean, self.std)
+
+
+@fused
+def _developed(
+    images: Tensor,
+    top: Tensor,
+    left: Tensor,
+    mirrored: Tensor | None,
+    factor: Tensor | None,
+    mean: Tensor,
+    std: Tensor,
+    channels_last: bool,
+) -> Tensor:
+    """`window`, `adjust_brightness` and `normalise` in one."""
+    if mirrored is None:
+        mirrored = torch.zeros_like(top, dtype=torch.bool)
+    seen = to_float(window(images, top, left, mirrored))
+    if factor is not None:
+        seen = adjust_brightness(seen, factor)
+    seen = normalise(seen, mean, std)
+    return seen.contiguous(memory_format=torch.channels_last) if channels_last else seen
 
 
 def _needed(name: str, generator: Generator | None) -> Generator:

@@ -34,7 +34,8 @@ class StageStarted(Event):
 class Tick(Event):
     """Work was queued; nothing to show. Lets one thread turn many runs."""
 
-    waiting: bool = False  # True: the run can do nothing just now
+    waiting: bool = False  # the run can do nothing just now
+    blocked: bool = False  # and will not until another run has done its part
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +65,15 @@ def sweep_temporaries(folder: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """One safetensors file; `meta` is any JSON."""
-    plain = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    _write_plain(
+        path, {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, meta
+    )
+
+
+def _write_plain(path: Path, plain: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     hashes = {name: _hash(tensor) for name, tensor in plain.items()}
     text = json.dumps({"format": FORMAT, "hashes": hashes, **meta})
-    write_bytes(path, save(plain, metadata={"incvec": text}))
+    write_bytes(path, save(dict(plain), metadata={"incvec": text}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -88,3 +95,73 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if _hash(tensor) != hashes[name]:
             raise CheckpointError(f"{path} was altered: tensor {name!r} does not match its hash. Move it away.")
     return tensors, meta
+
+
+class Writer:
+    """Writes tensors of a CUDA device without making the caller wait: copies are queued on the current stream,
+    and a thread hashes and writes them once they have arrived. One write at a time; errors surface at `wait`.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.finished = 0.0  # when the last write ended
+        self.took = 0.0
+
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+        self.wait()
+        began = time.monotonic()
+        arrive = _stage_out(tensors)
+        frozen = json.loads(json.dumps(meta))
+
+        def work() -> None:
+            try:
+                _write_plain(path, arrive(), frozen)
+            except BaseException as error:
+                self._error = error
+            self.finished = time.monotonic()
+            self.took = self.finished - began
+
+        self._thread = threading.Thread(target=work, daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what a write raised."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _stage_out(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Queue copies of all tensors to the host; the function returned waits for them. One transfer a type."""
+    groups: dict[torch.dtype, list[str]] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_cuda:
+            groups.setdefault(tensor.dtype, []).append(name)
+        else:
+            plain[name] = tensor.detach().clone().contiguous()
+    hosts: dict[torch.dtype, Tensor] = {}
+    for dtype, names in groups.items():
+        flat = torch.cat([tensors[name].detach().contiguous().reshape(-1) for name in names])
+        hosts[dtype] = torch.empty(flat.shape, dtype=dtype, pin_memory=True)
+        hosts[dtype].copy_(flat, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    shapes = {name: tensors[name].shape for names in groups.values() for name in names}
+
+    def arrive() -> dict[str, Tensor]:
+        arrived.synchronize()
+        for dtype, names in groups.items():
+            pieces = hosts[dtype].split([shapes[name].numel() for name in names])
+            for name, piece in zip(names, pieces, strict=True):
+                plain[name] = piece.clone().reshape(shapes[name])
+        return plain
+
+    return arrive

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from incvec.engine import events as ev
 from incvec.engine.run import Run
@@ -17,25 +20,42 @@ class Failed(ev.Event):
     error: Exception
 
 
-def turn(runs: Sequence[Run], at_once: int) -> Iterator[tuple[int, ev.Event]]:
-    """Turn the runs, at most `at_once` of them at a time; yields each event with its run's number."""
-    waiting = list(range(len(runs)))
+def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Iterator[tuple[int, ev.Event]]:
+    """Turn the runs, at most `at_once` of them at work at a time; yields each event with its run's number.
+
+    A run that waits for a base which another one trains takes no place. One that finds the device's memory full
+    gives way and is started again, from its checkpoint, when others have ended.
+    """
+    queue = list(range(len(make)))
     active: dict[int, Iterator[ev.Event]] = {}
-    while waiting or active:
-        while waiting and len(active) < at_once:
-            number = waiting.pop(0)
-            active[number] = runs[number].events()
+    blocked: set[int] = set()
+    while queue or active:
+        while queue and len(active) - len(blocked) < at_once:
+            number = queue.pop(0)
+            active[number] = make[number]().events()
         idle = True
         for number, events in list(active.items()):
             try:
                 event = next(events)
             except StopIteration:
                 del active[number]
+                blocked.discard(number)
                 continue
             except Exception as error:  # one run's trouble is not another's
-                del active[number]
+                del active[number], events
+                blocked.discard(number)
+                if isinstance(error, torch.OutOfMemoryError) and active:
+                    queue.append(number)
+                    at_once = max(1, min(at_once, len(active)))
+                    del error
+                    gc.collect()
+                    torch.cuda.empty_cache()
+                    yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
+                    continue
                 yield number, Failed(error)
                 continue
+            if isinstance(event, ev.Tick):
+                (blocked.add if event.blocked else blocked.discard)(number)
             if not (isinstance(event, ev.Tick) and event.waiting):
                 idle = False
             yield number, event

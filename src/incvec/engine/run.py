@@ -7,6 +7,7 @@ from its last checkpoint as if nothing had happened: every draw is seeded by wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -24,7 +25,7 @@ from incvec.engine import events as ev
 from incvec.engine.accelerate import compile_backbones, forget_compiled
 from incvec.engine.build import Parts, build, code_version, pick_device
 from incvec.engine.evaluate import correct_by_class
-from incvec.engine.files import read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.engine.files import Writer, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.engine.seeds import derive
 from incvec.engine.shared import BaseFile, base_key
 from incvec.engine.stage import StageLoop, capture
@@ -65,6 +66,7 @@ class Run:
         self.base: BaseFile | None = None
         self._plans: dict[int, list[Stage]] = {}
         self._last_write = (0.0, 0.0)  # when, and how long it took
+        self._writer = Writer()
         self._clock = time.monotonic()
         self._pool: Any = None
         self._done_work = 0.0
@@ -122,11 +124,14 @@ class Run:
             while self.position[0] < len(self.parts.tasks):
                 yield from self._task(self.parts.tasks[self.position[0]])
             record = self._record()
+            self._writer.wait()
             write_bytes(self.record_path, (json.dumps(record, indent=1) + "\n").encode())
             self.checkpoint_path.unlink(missing_ok=True)
             yield ev.Finished(record, str(self.record_path))
         finally:
             self.loop = None
+            with contextlib.suppress(CheckpointError):
+                self._writer.wait()
             if self.base is not None:
                 self.base.release()
 
@@ -161,7 +166,7 @@ class Run:
             return
         self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts))
         while not self.base.acquire():
-            yield ev.Tick(waiting=True)
+            yield ev.Tick(waiting=True, blocked=True)
         if self.base.exists():
             tensors, meta = read_tensors(self.base.path)
             self._load(tensors, meta, addons=False)
@@ -514,16 +519,23 @@ class Run:
             stage = self._plan(task)[self.position[1]]
             self.loop = self._make_loop(task, stage, groups["loop"]["rows"].to(self.device))
             self.loop.load_state(groups["loop"])
+        method.restored()
 
     def _seconds(self) -> float:
         return round(self.progress.seconds + time.monotonic() - self._clock, 3)
 
     def _save_due(self) -> bool:
+        if self.device.type == "cuda":
+            writer = self._writer
+            return not writer.busy() and time.monotonic() - writer.finished > SAVING_SHARE * writer.took
         when, took = self._last_write
         return time.monotonic() - when > SAVING_SHARE * took
 
     def _save(self) -> ev.Saved:
         began = time.monotonic()
+        if self.device.type == "cuda":
+            self._writer.submit(self.checkpoint_path, self._tensors(), self._meta("checkpoint"))
+            return ev.Saved(str(self.checkpoint_path), time.monotonic() - began)
         write_tensors(self.checkpoint_path, self._tensors(), self._meta("checkpoint"))
         now = time.monotonic()
         self._last_write = (now, now - began)

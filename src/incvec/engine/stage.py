@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from incvec.contracts import AddOn, Method, Stage, World
 from incvec.errors import ConfigError
+from incvec.fusing import fusing
 from incvec.ivt.fisher import BatchFisher
 
 WARMUP_STEPS = 2
@@ -206,9 +207,10 @@ def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[to
     optimiser state, so everything in `live` is put back afterwards; the capture itself executes nothing.
     """
     saved = {name: tensor.clone() for name, tensor in live.items()}
-    for _ in range(WARMUP_STEPS):
-        loop.cursor.zero_()
-        loop.step()
+    with fusing():
+        for _ in range(WARMUP_STEPS):
+            loop.cursor.zero_()
+            loop.step()
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(saved[name])
@@ -217,7 +219,13 @@ def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[to
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
-    stream = torch.cuda.current_stream()  # autograd's leaf nodes remember the stream of the warm-up: stay on it
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        loop.step()
+    # Not `with torch.cuda.graph(...)`: that waits for the whole device, where other runs are at work. Autograd's
+    # leaf nodes remember the stream of the warm-up, so the capture stays on it.
+    torch.cuda.current_stream().synchronize()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        with fusing():
+            loop.step()
+    finally:
+        graph.capture_end()
     loop.replay = graph.replay

@@ -171,6 +171,10 @@ class BatchFisher:
         for names in groups.values():
             yield self.steps(names[0]), names
 
+    def counts(self) -> dict[str, float]:
+        """How many steps are in each parameter's sum. Waits for the device."""
+        return {name: count for steps, names in self.by_counters() for count in [float(steps)] for name in names}
+
     @torch.no_grad()
     def mean_(self) -> None:
         """Turn the sums into means in place; where there was no step they stay zero."""

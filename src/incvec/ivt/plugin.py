@@ -368,7 +368,7 @@ class IVT:
         """Fbar_t = Fbar_{t-1} + F_t. Waits for the device once, to see that there were steps at all."""
         self._require_task("end_task()")
         self._finalise()
-        if not any(float(steps) for steps, _ in self._fisher.by_counters()):
+        if not any(self._fisher.counts().values()):
             raise RuntimeError(
                 f"task {self._task} ends without a step that IVT has seen. Give begin_task(optimizer=...) the "
                 "optimizer that steps (a deep copy of one loses its hooks), or call accumulate() or observe() "
@@ -391,7 +391,7 @@ class IVT:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything to go on from, as a flat mapping of contiguous copies; see `incvec.ivt.state`."""
-        fisher = self.fisher
+        fisher, counts = self.fisher, self._fisher.counts()
         return pack(
             State(
                 task=self._task,
@@ -401,7 +401,7 @@ class IVT:
                 anchor=self._anchor,
                 cumulative=self._cumulative,
                 fisher=fisher,
-                steps=[float(self._fisher.steps(name)) for name in sorted(fisher)],
+                steps=[counts[name] for name in sorted(fisher)],
             )
         )
 

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from incvec.fusing import fused
+
 
 def widened(x: Tensor) -> Tensor:
     """The tensor in float32, or in its own format where that is wider."""
@@ -198,8 +200,7 @@ class ProxyHead(Head):
             return proxy_similarities(widened(features), self.weight, self.proxies)
 
     def scores(self, features: Tensor) -> Tensor:
-        s = proxy_similarities(features, self.weight, self.proxies)
-        return (s.softmax(-1) * s).sum(-1)
+        return proxy_scores(features, self.weight, self.proxies)
 
 
 def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) -> Tensor:
@@ -210,6 +211,13 @@ def uniform(shape: tuple[int, ...], bound: float, generator: torch.Generator) ->
 def cosine(features: Tensor, rows: Tensor) -> Tensor:
     """cos(h_i, w_j) for every sample and row."""
     return F.linear(F.normalize(features, dim=-1), F.normalize(rows, dim=-1))
+
+
+@fused
+def proxy_scores(features: Tensor, rows: Tensor, proxies: int) -> Tensor:
+    """y_c = sum_k softmax_k(s_{c,.})_k s_{c,k}."""
+    s = proxy_similarities(features, rows, proxies)
+    return (s.softmax(-1) * s).sum(-1)
 
 
 def proxy_similarities(features: Tensor, rows: Tensor, proxies: int) -> Tensor:

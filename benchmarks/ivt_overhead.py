@@ -1,0 +1,176 @@
+"""What IVT costs on the CPU, as a share of an epoch's time. Target: under 3 %.
+
+    python benchmarks/ivt_overhead.py [--threads 1] [--json overhead.json]
+
+Steps with and without IVT take turns in one run, so that both see the same machine. Two shares are printed:
+
+- `inside`: the time spent in IVT's own calls: squares in every step, the mean at the epoch's end, a teleport every
+  tenth epoch. A sum of small times measured one by one, hence precise.
+- `outside`: how much longer steps with IVT took than steps without, plus the epoch's end and the teleport. It
+  would also show what IVT costs indirectly, but a loaded machine blurs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from incvec import IVT, __version__
+
+INTERVAL = 10
+CLASSES = 60
+
+
+@dataclass(frozen=True)
+class Case:
+    backbone: str
+    image: tuple[int, int, int]
+    epoch_steps: int  # of an increment's epoch: the epoch's end is shared out over these
+
+
+CASES = (
+    Case("resnet32-rebuffi", (3, 32, 32), epoch_steps=39),  # CIFAR-100, 10 classes of 500 images
+    Case("small", (1, 8, 8), epoch_steps=3),  # digits, 2 classes and the memory
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians in seconds, and shares of an epoch without IVT."""
+
+    backbone: str
+    parameters: int
+    plain_step: float
+    ivt_step: float
+    accumulate: float
+    end_epoch: float
+    teleport: float
+    inside: float
+    outside: float
+
+
+class Network(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        from incvec.nets import build_backbone
+
+        self.backbone: nn.Module = build_backbone(case.backbone, channels=case.image[0])
+        with torch.no_grad():
+            width = self.backbone(torch.zeros(2, *case.image)).features.shape[1]
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x).features)  # type: ignore[no-any-return]
+
+
+def measure(case: Case, batch: int, repeats: int) -> Measured:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, *case.image, generator=generator)
+    labels = torch.randint(CLASSES, (batch,), generator=generator)
+    model = Network(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    parameters = list(model.parameters())
+    ivt = IVT(model, interval=None, listen=False)
+
+    def step(with_ivt: bool) -> tuple[float, float]:
+        start = perf_counter()
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        before = perf_counter()
+        if with_ivt:
+            ivt.accumulate(parameters)
+        after = perf_counter()
+        optimizer.step()
+        return perf_counter() - start, after - before
+
+    def timed(call: Any) -> float:
+        start = perf_counter()
+        call()
+        return perf_counter() - start
+
+    ivt.begin_task()
+    for _ in range(3):
+        step(True)
+    ivt.end_epoch()
+    ivt.end_task()
+    ivt.begin_task()
+
+    plain: list[float] = []
+    full: list[float] = []
+    accumulate: list[float] = []
+    ends: list[float] = []
+    teleports: list[float] = []
+    for _ in range(repeats):
+        # The first step after an epoch's end also zeroes the sums: its place in the epoch is begin_epoch().
+        opened = timed(ivt.begin_epoch)
+        for _ in range(3):
+            plain.append(step(False)[0])
+            total, own = step(True)
+            full.append(total)
+            accumulate.append(own)
+        ends.append(opened + timed(ivt.end_epoch))
+        teleports.append(timed(ivt.teleport))
+
+    step_time, per_step = median(plain), median(accumulate)
+    rest = median(ends) + median(teleports) / INTERVAL
+    epoch = step_time * case.epoch_steps
+    return Measured(
+        backbone=case.backbone,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        plain_step=step_time,
+        ivt_step=median(full),
+        accumulate=per_step,
+        end_epoch=median(ends),
+        teleport=median(teleports),
+        inside=(per_step * case.epoch_steps + rest) / epoch,
+        outside=(median(b - a for a, b in zip(plain, full, strict=True)) * case.epoch_steps + rest) / epoch,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="IVT's share of an epoch's time on the CPU")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="also write the numbers there")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    found = []
+    for case in CASES:
+        # A cheap step is measured often: its noise is no smaller in absolute terms.
+        repeats = options.repeats * (1 if case.image[0] == 3 else 20)
+        found.append(measure(case, options.batch, repeats))
+
+    print(f"incvec {__version__}, torch {torch.__version__}, {platform.machine()}, {options.threads} threads")
+    print(f"{'network':<18}{'step':>10}{'squares':>10}{'epoch end':>11}{'teleport':>10}{'inside':>9}{'outside':>9}")
+    for row in found:
+        times = (row.plain_step, row.accumulate, row.end_epoch, row.teleport)
+        cells = "".join(f"{1e3 * t:>{w - 3}.2f} ms" for t, w in zip(times, (10, 10, 11, 10), strict=True))
+        print(f"{row.backbone:<18}{cells}{100 * row.inside:>7.2f} %{100 * row.outside:>7.2f} %")
+    if options.json is not None:
+        record = {
+            "incvec": __version__,
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "threads": options.threads,
+            "batch": options.batch,
+            "interval": INTERVAL,
+            "cases": [asdict(case) for case in CASES],
+            "measured": [asdict(row) for row in found],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Sweeps: many configurations, their common beginnings trained once, as many at a time as the device takes.
+
+A sweep file is YAML: `name`, `summary`, and `runs`, a list of blocks. In a block every value that is a list is
+varied, and the block stands for all combinations; `addons` is varied over lists of names. Other keys are as in a
+run's configuration (`podnet: {memory: [5, 10, 20]}` varies inside a section).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from incvec.config import RunConfig
+from incvec.errors import ConfigError
+
+PLAIN_LISTS = {"class_order", "milestones", "base_milestones", "stages"}  # lists that are one value
+
+
+def read_sweep(path: Path) -> list[dict[str, Any]]:
+    """The run settings that a sweep file stands for, in its order."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not a sweep: {error}.") from None
+    if not isinstance(content, Mapping) or not isinstance(content.get("runs"), list):
+        raise ConfigError(f"{path} is not a sweep: it needs `runs`, a list of blocks.")
+    found: list[dict[str, Any]] = []
+    for block in content["runs"]:
+        if not isinstance(block, Mapping):
+            raise ConfigError(f"{path}: every block under `runs` is a mapping, one is {block!r}.")
+        found += [given for given in expand(block) if given not in found]
+    return found
+
+
+def expand(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """All combinations of the block's lists; the last key varies fastest."""
+    axes: list[list[tuple[str, Any]]] = []
+    for key, value in block.items():
+        if isinstance(value, Mapping):
+            axes.append([(key, inner) for inner in expand(value)])
+        elif key == "addons":
+            lists = value if isinstance(value, list) and all(isinstance(v, list) for v in value) else [value]
+            axes.append([(key, names) for names in lists])
+        elif isinstance(value, list) and (key not in PLAIN_LISTS or all(isinstance(v, list) for v in value)):
+            axes.append([(key, inner) for inner in value])
+        else:
+            axes.append([(key, value)])
+    for combination in itertools.product(*axes):
+        yield dict(combination)
+
+
+def run_name(config: RunConfig, changed: bool = False) -> str:
+    """A folder name: what the run is, and a digest where a setting differs from the preset."""
+    parts = [config.dataset, "+".join([config.method, *config.addons])]
+    if config.oracle:
+        parts.append("oracle")
+    parts += [str(config.tasks), f"s{config.seed}"]
+    return "-".join(parts) + (f"-{config.digest()[:8]}" if changed else "")
+
+
+def default_at_once(device: torch.device, configs: Sequence[RunConfig]) -> int:
+    """Eight runs fill an H200 with ResNet-32 (docs/performance.md); fewer where memory or work is short."""
+    if device.type != "cuda":
+        return 1
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(8, len(configs), int(free // (6 << 30))))

@@ -1,0 +1,175 @@
+"""`incvec sweep`: shows many runs at once, and leaves a record for each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from incvec.config import RunConfig, assign
+from incvec.data import Dataset, load_dataset
+from incvec.engine import events as ev
+from incvec.engine.build import check_names, pick_device
+from incvec.engine.many import Failed, turn
+from incvec.engine.run import Run
+from incvec.engine.sweep import default_at_once, read_sweep, run_name
+from incvec.errors import ConfigError, IncvecError, nearest
+from incvec.presets import resolve
+from incvec.report.tables import duration
+
+QUIET = 10.0  # seconds between two accounts where there is no terminal
+
+
+def sweeps() -> dict[str, Path]:
+    """The sweeps that come with the package, by name."""
+    folder = resources.files("incvec.presets") / "sweeps"
+    return {Path(str(file)).stem: Path(str(file)) for file in sorted(folder.iterdir(), key=str) if file.is_file()}
+
+
+def find_sweep(name: str) -> Path:
+    """A packaged sweep of that name, or a file of the user's."""
+    known = sweeps()
+    if name in known:
+        return known[name]
+    path = Path(name)
+    if path.exists():
+        return path
+    raise ConfigError(f"{name!r} is neither a sweep nor a file.{nearest(name, known)} Sweeps: {', '.join(known)}.")
+
+
+def plan(name: str, settings: Sequence[str]) -> list[tuple[str, RunConfig]]:
+    """Every run of the sweep with its folder's name; all settings are checked before anything starts."""
+    found: dict[str, RunConfig] = {}
+    for given in read_sweep(find_sweep(name)):
+        plain = resolve({k: v for k, v in given.items() if not isinstance(v, Mapping)})
+        tree: dict[str, Any] = dict(given)
+        for setting in settings:
+            assign(tree, setting)
+        config = resolve(tree)
+        check_names(config)
+        found[run_name(config, changed=config.sections != plain.sections)] = config
+    if not found:
+        raise ConfigError(f"the sweep {name!r} holds no runs.")
+    return list(found.items())
+
+
+@dataclass
+class Row:
+    """What is shown of one run."""
+
+    name: str
+    state: str = "waiting"
+    where: str = ""
+    fraction: float = 0.0
+    left: float | None = None
+    accuracy: str = ""
+    error: str = ""
+
+    def hear(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Started):
+            self.state = "going on" if event.resumed else "training"
+        elif isinstance(event, ev.Tick) and event.blocked:
+            self.state = "waits for its base"
+        elif isinstance(event, ev.EpochEnded):
+            self.state = "training"
+            self.where = f"task {event.task + 1} {event.stage} {event.epoch}/{event.epochs}"
+            self.fraction, self.left = event.fraction, event.seconds_left
+        elif isinstance(event, ev.TaskEnded):
+            self.accuracy = f"{event.accuracy:.2f}"
+        elif isinstance(event, ev.Notice):
+            self.where = event.text[:60]
+        elif isinstance(event, Failed):
+            self.state = "failed"
+            self.error = f"{type(event.error).__name__}: {event.error}"
+        elif isinstance(event, ev.Finished):
+            self.state, self.fraction, self.left, self.where = "done", 1.0, None, ""
+            metrics = event.record["metrics"]
+            forgetting = "" if metrics["FM"] is None else f"  FM {metrics['FM']:.2f}"
+            self.accuracy = f"AA {metrics['AA']:.2f}  LA {metrics['LA']:.2f}{forgetting}"
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    shown = Table(title=title, title_justify="left")
+    for column in ("run", "state", "where", "done", "left", "accuracy"):
+        shown.add_column(column)
+    for row in rows:
+        left = "" if row.left is None else duration(row.left)
+        shown.add_row(row.name, row.state, row.where, f"{100 * row.fraction:.0f} %", left, row.accuracy)
+    return shown
+
+
+def sweep(
+    name: str,
+    out: Path,
+    data_root: Path | None,
+    settings: Sequence[str],
+    at_once: int | None,
+    only: str | None,
+    console: Console,
+    dry_run: bool = False,
+) -> int:
+    """Run what is left of a sweep; returns how many runs failed."""
+    planned = [(n, c) for n, c in plan(name, settings) if only is None or only in n]
+    if not planned:
+        raise ConfigError(f"no run of the sweep {name!r} has {only!r} in its name.")
+    if dry_run:
+        for folder, config in planned:
+            state = "done" if (out / folder / "record.json").exists() else "to do"
+            console.print(f"{state:6} {folder}  (device {config.device}, engine {config.engine})")
+        return 0
+    device = pick_device(planned[0][1].device)
+    data: dict[str, Dataset] = {}
+    for _, config in planned:
+        if config.dataset not in data:
+            loaded = load_dataset(config.dataset, data_root, size=config.image_size)
+            data[config.dataset] = replace(  # one copy on the device for all runs
+                loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
+            )
+
+    def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
+        return lambda: Run(config, data[config.dataset], out / folder, out / "bases")
+
+    many = at_once or default_at_once(device, [config for _, config in planned])
+    rows = [Row(folder) for folder, _ in planned]
+    title = f"{name}: {len(rows)} runs, {many} at once on {device}"
+    live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
+    told = time.monotonic()
+    if live:
+        live.start()
+    else:
+        console.print(title)
+    try:
+        for number, event in turn([maker(*pair) for pair in planned], many):
+            rows[number].hear(event)
+            if isinstance(event, Failed) and not isinstance(event.error, IncvecError):
+                rows[number].error += " (a fault of the program: please report it)"
+            now = time.monotonic()
+            if isinstance(event, ev.Finished | Failed) and live is None:
+                row = rows[number]
+                console.print(f"{row.state} {row.name}: {row.error or row.accuracy}", soft_wrap=True)
+            if now - told < (0.5 if live else QUIET):
+                continue
+            told = now
+            if live:
+                live.update(table(rows, title))
+            else:
+                busy = [f"{r.name} {r.where} {100 * r.fraction:.0f} %" for r in rows if r.state == "training"]
+                console.print(
+                    f"{sum(r.state == 'done' for r in rows)}/{len(rows)} done; " + "; ".join(busy), soft_wrap=True
+                )
+    finally:
+        if live:
+            live.update(table(rows, title))
+            live.stop()
+    console.print(table(rows, title) if not live else "")
+    failed = [row for row in rows if row.state == "failed"]
+    for row in failed:
+        console.print(f"[red]failed[/red] {row.name}: {row.error}", soft_wrap=True)
+    return len(failed)

@@ -1,0 +1,144 @@
+"""Structures, estimators, and arguments or calls that make no sense."""
+
+import pytest
+import torch
+from torch import nn
+
+import incvec
+from incvec import IVT
+from incvec.ivt.fisher import estimate
+
+from .loops import base_task, network, step, values
+
+
+def test_calls_out_of_order_say_what_to_do():
+    model = network()
+    ivt = IVT(model)
+    for call in (ivt.begin_epoch, ivt.accumulate, ivt.end_epoch, ivt.teleport, ivt.end_task):
+        with pytest.raises(RuntimeError, match=r"begin_task\(\) first"):
+            call()
+    ivt.begin_task()
+    with pytest.raises(RuntimeError, match=r"inside task 1.*end_task\(\) first"):
+        ivt.begin_task()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval": 0}, "interval=0"),
+        ({"interval": 2.5}, "interval=2.5"),
+        ({"structure": "full"}, "'diagonal', 'kernel'"),
+        ({"fisher": "empirical"}, "'batch', 'sample', 'exact', 'sampled'"),
+        ({"optimizer_state": "drop"}, "'keep', 'reset'"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        IVT(network(), **options)
+
+
+def test_something_that_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match="got Sequential"):
+        IVT(network(), network())
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one():
+    model = network()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    ivt = IVT(compiled, optimizer, interval=1)
+    base_task(model, ivt, optimizer)
+    assert set(ivt.cumulative) == set(dict(model.named_parameters()))
+    state = ivt.state_dict()
+    plain = IVT(model, optimizer, interval=1)
+    plain.load_state_dict(state)
+    plain.begin_task()
+    compiled(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    assert plain.end_epoch()
+
+
+def test_kernel_structure_solves_slices_and_leaves_the_rest_diagonal():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, optimizer, interval=1, structure="kernel")
+    ivt.begin_task()
+    for seed in range(12):
+        step(model, optimizer, seed=seed)
+    ivt.end_epoch()
+    ivt.end_task()
+    ivt.begin_task()
+    seen = [step(model, optimizer, seed=50 + i) for i in range(12)]
+    before = values(model)
+    ivt.end_epoch()
+    assert ivt.fisher["0.weight"].shape == (3, 2, 9, 9)
+    assert ivt.fisher["1.weight"].shape == (2, 3, 1, 1)
+    for o in range(3):
+        for i in range(2):
+            vectors = torch.stack([g["0.weight"][o, i].reshape(9) for g in seen])
+            f, a = vectors.T @ vectors / 12, ivt.cumulative["0.weight"][o, i]
+            torch.testing.assert_close(ivt.fisher["0.weight"][o, i], f)
+            ridge = 1e-6 * torch.trace(2 * a + f) * torch.eye(9, dtype=torch.float64)
+            s = torch.linalg.solve(2 * a + f + ridge, a + f + ridge)
+            anchor = ivt.anchor["0.weight"][o, i].reshape(9)
+            want = anchor + s @ (before["0.weight"][o, i].reshape(9) - anchor)
+            torch.testing.assert_close(model[0].weight[o, i].reshape(9).detach(), want)
+    s = incvec.scale(ivt.cumulative["1.weight"], sum(g["1.weight"] ** 2 for g in seen) / 12)
+    want = ivt.anchor["1.weight"] + s * (before["1.weight"] - ivt.anchor["1.weight"])
+    torch.testing.assert_close(model[1].weight.detach(), want)
+    row = ivt.report()[0]
+    assert row["fisher_new"] == pytest.approx(sum(g["0.weight"] ** 2 for g in seen).mean().item() / 12)
+    assert 0.5 <= row["scale"] <= 1
+    ivt.end_task()
+
+    wider = nn.Conv2d(2, 4, 3).double()
+    model[0] = wider
+    model[1] = nn.Conv2d(3, 2, 1).double()
+    ivt.begin_task(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert ivt.cumulative["0.weight"].shape == (4, 2, 9, 9)
+    assert not ivt.cumulative["0.weight"][3].any()
+
+
+@pytest.mark.parametrize("kind", ["sample", "exact", "sampled"])
+@pytest.mark.parametrize("structure", ["diagonal", "kernel"])
+def test_observed_estimators_feed_the_same_schedule(kind, structure):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(5, 1, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.tensor([0, 1, 2, 0, 1])
+
+    def function(batch):
+        output = model(batch[0])
+        return nn.functional.cross_entropy(output, batch[1]) if kind == "sample" else output
+
+    def seeded():
+        return torch.Generator().manual_seed(3) if kind == "sampled" else None
+
+    ivt = IVT(model, optimizer, interval=1, fisher=kind, structure=structure)
+    for task in range(2):
+        ivt.begin_task()
+        step(model, optimizer, seed=task)
+        running = model[1].running_mean.clone()
+        generator = seeded()
+        ivt.observe(function, (x[:2], y[:2]), generator=generator)
+        ivt.observe(function, (x[2:], y[2:]), generator=generator)
+        assert torch.equal(model[1].running_mean, running)
+        assert model[1].training
+        batches = [(x[:2], y[:2]), (x[2:], y[2:])]
+        want = estimate(model, function, batches, kind=kind, structure=structure, generator=seeded())
+        before = values(model)
+        assert ivt.end_epoch() == (task == 1)
+        torch.testing.assert_close(dict(ivt.fisher), want)
+        if task == 1:
+            s = incvec.scale(ivt.cumulative["3.weight"], want["3.weight"])
+            anchor = ivt.anchor["3.weight"]
+            torch.testing.assert_close(values(model)["3.weight"], anchor + s * (before["3.weight"] - anchor))
+        with pytest.raises(RuntimeError, match="observe"):
+            ivt.accumulate()
+        ivt.end_task()
+    by_steps = IVT(model, optimizer)
+    by_steps.begin_task()
+    with pytest.raises(RuntimeError, match="listens to the optimizer"):
+        by_steps.observe(function, (x, y))
