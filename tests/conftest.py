@@ -16,8 +16,14 @@ torch.set_num_threads(1)
 
 QUICK: dict[str, Any] = {"net": "tiny", "epochs": 2, "batch_size": 32, "memory": 3}
 EXTRA: dict[str, dict[str, Any]] = {
+    "bic": {"bias_epochs": 2},
+    "geodl": {"balance_epochs": 2},
+    "joint": {"epochs": 12},
+    "lucir": {"balance_epochs": 2},
+    "mnemonics": {"exemplar_epochs": 2},
     "podnet": {"balance_epochs": 2, "proxies": 2},
     "ivt": {"interval": 1},
+    "eopc": {"epochs": 2, "batch_size": 8, "positions": 3, "members": 3, "radius": 1.0},
 }
 
 

@@ -32,7 +32,7 @@ def main() -> None:
         if missing not in LAB:
             raise
         print(
-            f"incvec: the command line needs {missing}, which is not installed here. Install the lab with\n\n"
+            f"incvec: the command line needs {missing} ({error}). Install the lab with\n\n"
             "    pip install 'incvec[lab]'\n",
             file=sys.stderr,
         )

@@ -16,19 +16,20 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 import incvec
+from incvec import sweeping
 from incvec.addons import ADDONS, find_addon
-from incvec.config import RunConfig, assign, differences, digest
+from incvec.config import RunConfig, assign, differences
 from incvec.data import DATASETS, check, load_dataset
+from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.run import Run
 from incvec.errors import CheckpointError, ConfigError, DataError, IncvecError
 from incvec.methods import METHODS, find_method
-from incvec.presets import presets, resolve
+from incvec.presets import presets, resolve, run_name
 from incvec.progress import follow
 from incvec.records import find_records, read_record
 from incvec.report import tables
@@ -99,7 +100,7 @@ incvec run --method podnet --addon ivt --set ivt.interval=5 --set podnet.epochs=
 
 incvec run --config mine.yaml --set seed=2
 
-A configuration file holds the same names: [italic]method: podnet[/italic], [italic]addons: [ivt][/italic], \
+A configuration file holds the same names: [italic]method: podnet[/italic], [italic]addons: \\[ivt][/italic], \
 [italic]tasks: 5[/italic], and a section for each method and add-on, such as [italic]ivt: {interval: 5}[/italic]. \
 What is given on the command line goes before the file, the file before the paper's preset."""
 
@@ -183,7 +184,8 @@ def run(
         check_names(resolved)
         data = load_dataset(resolved.dataset, data_root, download, size=resolved.image_size)
         shared = None if no_share else bases if bases is not None else folder.parent / "bases"
-        record = follow(Run(resolved, data, folder, shared).events(), console)
+        with steady_threads(data):
+            record = follow(Run(resolved, data, folder, shared).events(), console)
     console.print(tables.rich_table(tables.rows([record])))
 
 
@@ -221,22 +223,7 @@ def resolve_tree(tree: dict[str, Any]) -> RunConfig:
         tree = {**tree, "addons": addons}
     if not isinstance(addons, list) or not all(isinstance(name, str) for name in addons):
         raise ConfigError(f"addons = {addons!r} is not possible: expected a list of names, such as [ivt].")
-    for key in ("method", "dataset", "variant"):
-        if key in tree and not isinstance(tree[key], str):
-            raise ConfigError(f"setting {key} = {tree[key]!r} is not possible: expected a name.")
     return resolve(tree)
-
-
-def run_name(config: RunConfig) -> str:
-    """`cifar100-podnet+ivt-5-s0`, and eight digits more where a setting that the name does not tell was changed."""
-    told = ("method", "addons", "dataset", "tasks", "seed", "oracle")
-    ordinary = resolve({key: getattr(config, key) for key in told})
-    changes = differences(config.resolved(), ordinary.resolved())
-    parts = [config.dataset, "+".join([config.method, *config.addons])]
-    parts += ["oracle"] if config.oracle else []
-    parts += [str(config.tasks), f"s{config.seed}"]
-    parts += [digest(changes)[:8]] if changes else []
-    return "-".join(parts)
 
 
 def finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
@@ -252,6 +239,37 @@ def finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
             "the settings it was made with."
         )
     return record
+
+
+# sweep ----------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog="[bold]Examples[/bold]\n\nincvec sweep digits\n\nincvec sweep cifar100-podnet --data-root ~/data --at-once 4"
+    "\n\nincvec sweep mine.yaml --set podnet.epochs=20 --dry-run"
+)
+def sweep(
+    name: Annotated[str, typer.Argument(help="A sweep of the package, or a YAML file of your own.")],
+    out: Annotated[Path, typer.Option(help="Where the runs' folders go.")] = Path("runs"),
+    data_root: Annotated[
+        Path | None, typer.Option(help="Where the data set's files lie.", envvar="INCVEC_DATA", show_default=False)
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Runs at a time.", show_default="by the device's memory")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="Only runs with this in their name.", show_default=False)] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting for all runs; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and run nothing.")] = False,
+) -> None:
+    """Train many runs, several at once on a GPU; what they share is trained once.
+
+    Started again, it does what is left. A run that fails is reported, and the others go on.
+    """
+    failed = sweeping.sweep(name, out, data_root, settings or [], at_once, only, Console(), dry_run)
+    if failed:
+        raise typer.Exit(1)
 
 
 # list -----------------------------------------------------------------------------------------------------
@@ -277,13 +295,14 @@ def list_(
         typer.echo(json.dumps(catalogue, indent=1, ensure_ascii=False))
         return
     console = Console()
-    for name, entries in catalogue.items():
-        table = Table(title=name, title_justify="left", title_style="bold", show_header=False, box=None)
-        table.add_column(no_wrap=True, style="cyan")
-        table.add_column(overflow="fold")
+    for heading, entries in catalogue.items():
+        console.print(heading, style="bold")
+        width = max(len(entry["name"]) for entry in entries)
         for entry in entries:
-            table.add_row(entry["name"], Text(entry["summary"]).append(f"\n{entry['paper']}", "dim"))
-        console.print(table, highlight=False)
+            line = Text("  ").append(entry["name"].ljust(width), "cyan").append(f"  {entry['summary']}")
+            if heading != Kind.presets:  # theirs are those of their methods and add-ons, told above
+                line.append(f"\n{' ' * (width + 4)}{entry['paper']}", "dim")
+            console.print(line, soft_wrap=True)
         console.print()
 
 
@@ -368,6 +387,4 @@ def demo(
     Prints their table and draws one picture: accuracy over the tasks, and accuracy on the first task along
     the straight line from its model to the last one.
     """
-    from incvec.demo import run_demo
-
     run_demo(out, seed, Console())

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from incvec.errors import ConfigError, nearest
 
+Normalisation = Literal["default", "lucir"]
 Ints = Annotated[tuple[int, ...], Field(strict=False)]
 
 
@@ -46,7 +47,7 @@ class TrainOptions(Options):
     base_milestones: Ints | None = None
     gamma: float = Field(0.1, gt=0, le=1)
     brightness: float = Field(63 / 255, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
-    normalisation: str = "default"
+    normalisation: Normalisation = Field("default", description="where the data set has several")
     memory: int = Field(20, ge=1, description="exemplars a class, where the method keeps any")
     memory_total: int | None = Field(None, ge=1, description="a fixed total instead, shared by the classes seen")
 

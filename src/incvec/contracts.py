@@ -195,6 +195,7 @@ class Method(nn.Module):
     paper: ClassVar[str]  # title and address
     Options: ClassVar[type]
     exemplars: ClassVar[bool] = False  # whether it keeps old images
+    joint: ClassVar[bool] = False  # whether all classes come as one task, whatever the stream
 
     task: Task  # the one under way; the engine sets it before `grow`
     model: nn.Module  # what is deployed: teleported, merged, interpolated
@@ -241,6 +242,12 @@ class Method(nn.Module):
 
     def end_task(self, task: Task) -> None:
         """Fold, herd, take prototypes: the weights are final now."""
+
+    def restored(self) -> None:
+        """Weights and store were loaded from a file: make again what is kept elsewhere (rows added to a source)."""
+
+    def refresh(self, task: Task) -> None:
+        """An add-on has replaced the weights after the task's stages: choose again what the old ones chose."""
 
     def begin_evaluation(self, task: Task) -> None:
         """Class means, text features: whatever the classifiers need, from the weights at hand."""

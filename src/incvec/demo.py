@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 
 from incvec.data import Dataset, load_dataset
@@ -18,6 +20,7 @@ from incvec.records import title
 from incvec.report import tables
 
 POINTS = 51
+TINY = 256  # pixels
 
 
 class Look(NamedTuple):
@@ -49,24 +52,38 @@ def run_demo(out: Path, seed: int, console: Console, changes: Mapping[str, Any] 
     """
     data = load_dataset("digits")
     folders, records = {}, []
-    for name, given in RUNS.items():
-        sections = {key: value for key, value in (changes or {}).items() if key in name.split()}
-        config = resolve({**given, **sections, "dataset": "digits", "seed": seed})
-        folders[name] = out / f"seed-{seed}" / name.replace(" + ", "+").replace(" ", "-")
-        events = Run(config, data, folders[name], out / "bases").events()
-        records.append(follow(events, console))
-    curves = {name: first_task_path(folders[name], data) for name in ON_PATHS}
+    with steady_threads(data):
+        for name, given in RUNS.items():
+            sections = {key: value for key, value in (changes or {}).items() if key in name.split()}
+            config = resolve({**given, **sections, "dataset": "digits", "seed": seed, "device": "cpu"})
+            folders[name] = out / f"seed-{seed}" / name.replace(" + ", "+").replace(" ", "-")
+            events = Run(config, data, folders[name], out / "bases").events()
+            records.append(follow(events, console))
+        curves = {name: first_task_path(folders[name], data) for name in ON_PATHS}
     file = out / "demo.png"
     draw(records, curves, file)
     console.print(tables.rich_table(tables.rows(records), "Digits: 4 classes, then 3 times 2 more"))
     console.print(
-        "AA: accuracy averaged over the tasks; LA: after the last one; FM: forgetting (less is better); all in\n"
+        "AA: accuracy averaged over the tasks; LA: after the last one; FM: forgetting (less is better); all in "
         "percent. Gap closed: how far IVT comes from PODNet's LA to that of its oracle, which keeps all images.",
         style="dim",
         highlight=False,
     )
     console.print(f"picture: {file}", soft_wrap=True, highlight=False)
     return records
+
+
+@contextmanager
+def steady_threads(data: Dataset) -> Iterator[None]:
+    """One CPU thread where the images are tiny: several would mostly wait for one another (ten times slower on a
+    busy machine), and the last digits of the numbers would depend on the number of cores."""
+    threads = torch.get_num_threads()
+    if data.train_images[0].numel() <= TINY:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def first_task_path(run: Path, data: Dataset) -> list[float]:
@@ -81,10 +98,11 @@ def draw(records: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[flo
     """The picture: left, accuracy over the tasks; right, along the lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.08})
     ends = []
     for record in records:
         name = title(dict(record))
@@ -108,12 +126,14 @@ def draw(records: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[flo
         right.plot(1, curve[-1], color=look.colour, marker=look.marker, markersize=9 if look.marker == "*" else 6)
         ends.append((look, curve[-1]))
     right.plot(0, next(iter(curves.values()))[0], color="black", marker="o", markersize=6)
+    right.set_ylim(min(80, *(min(curve) - 2 for curve in curves.values())), 101.5)
     label_ends(right, 1, ends, 1)
     right.set_xticks([0, 0.25, 0.5, 0.75, 1], ["first\nmodel", "¼", "½", "¾", "last\nmodel"])
     right.set_xlabel("position on the straight line between them")
     right.set_title("Accuracy on the first task's classes along the way, %", loc="left", fontsize=11)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
+        axes.yaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
         axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
         axes.set_axisbelow(True)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,15 +141,15 @@ def draw(records: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[flo
 
 
 def label_ends(axes: Any, x: float, ends: Sequence[tuple[Look, float]], width: float) -> None:
-    """The lines' names at their right ends, moved apart where they would overlap."""
+    """The lines' names and last values beside the axes, moved apart where they would overlap."""
     bottom, top = axes.get_ylim()
     heights = spread([value for _, value in ends], 0.055 * (top - bottom))
     for (look, value), height in zip(ends, heights, strict=True):
         axes.annotate(
-            f"{look.label} {value:.1f}", (x, height), (x + 0.04 * width, height), color=look.colour,
+            f"{look.label} {value:.1f}", (x, height), (x + 0.06 * width, height), color=look.colour,
             fontsize=10, fontweight="bold", va="center", annotation_clip=False,
         )  # fmt: skip
-    axes.set_xlim(right=x + 0.42 * width)
+    axes.set_xlim(right=x + 0.03 * width)
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -19,9 +19,9 @@ from incvec.engine import events as ev
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run
-from incvec.engine.sweep import default_at_once, read_sweep, run_name
+from incvec.engine.sweep import default_at_once, read_sweep
 from incvec.errors import ConfigError, IncvecError, nearest
-from incvec.presets import resolve
+from incvec.presets import resolve, run_name
 from incvec.report.tables import duration
 
 QUIET = 10.0  # seconds between two accounts where there is no terminal
@@ -48,13 +48,12 @@ def plan(name: str, settings: Sequence[str]) -> list[tuple[str, RunConfig]]:
     """Every run of the sweep with its folder's name; all settings are checked before anything starts."""
     found: dict[str, RunConfig] = {}
     for given in read_sweep(find_sweep(name)):
-        plain = resolve({k: v for k, v in given.items() if not isinstance(v, Mapping)})
         tree: dict[str, Any] = dict(given)
         for setting in settings:
             assign(tree, setting)
         config = resolve(tree)
         check_names(config)
-        found[run_name(config, changed=config.sections != plain.sections)] = config
+        found[run_name(config)] = config
     if not found:
         raise ConfigError(f"the sweep {name!r} holds no runs.")
     return list(found.items())

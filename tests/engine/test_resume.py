@@ -52,6 +52,8 @@ def positions(run: Run) -> Iterator[int]:
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
 def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+    if method == "joint" and addons:
+        pytest.skip("one task, no increment: ivt refuses it")
     given = quick(method, *addons)
     whole = make_run(few, tmp_path / "whole", given)
     record = finish(whole)
@@ -63,7 +65,7 @@ def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Da
     assert breaks > 5
     again = finish(make_run(few, out, given))
     same_record(again, record)
-    for task in range(3):
+    for task in range(len(whole.parts.tasks)):
         same_weights(whole.snapshot_path(task), out / "snapshots" / f"task-{task:02d}.safetensors")
 
 

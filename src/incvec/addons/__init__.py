@@ -8,7 +8,12 @@ from incvec.contracts import AddOn
 from incvec.errors import ConfigError, nearest
 
 ADDONS = {
+    "cofima": "incvec.addons.cofima:CoFiMA",
+    "eopc": "incvec.addons.eopc:EOPC",
+    "fisher-merge": "incvec.addons.fisher_merge:FisherMerge",
+    "imm": "incvec.addons.imm:IMM",
     "ivt": "incvec.addons.ivt:IVTAddOn",
+    "magmax": "incvec.addons.magmax:MagMax",
 }
 
 

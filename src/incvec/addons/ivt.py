@@ -11,7 +11,7 @@ with the mean S of their layer (`interpolate`), or measures them anew after the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
@@ -29,7 +29,7 @@ class IVTOptions(Options):
     interval: int | None = Field(10, ge=1, description="epochs between teleports; none: once, at the stage's end")
     structure: Literal["diagonal", "kernel"] = "diagonal"
     first_fisher: Literal["batch", "sample"] = "batch"
-    optimiser_state: Literal["keep", "reset"] = "keep"
+    optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
     batchnorm: Literal["keep", "interpolate", "recalibrate"] = "keep"
     stages: Annotated[tuple[Role, ...], Field(strict=False)] = ("main",)
 
@@ -52,6 +52,10 @@ class IVTAddOn(AddOn):
         self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they are interpolated
         self.sums: dict[str, Tensor] = {}  # and their sums, where they are measured anew
         self._facts: dict[str, Any] = {}
+
+    @classmethod
+    def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
+        return f"{method.name} trains all classes as one task: there is no increment." if method.joint else None
 
     # Stages of its own ----------------------------------------------------------------------------------
 
@@ -146,15 +150,26 @@ class IVTAddOn(AddOn):
             self._interpolate_statistics()
             self.plugin.teleport()
             if self.options.optimiser_state == "reset" and optimiser is not None:
-                torch._foreach_zero_([t for state in optimiser.state.values() for t in state.values()])
+                self._forget(optimiser)
+
+    def _forget(self, optimiser: torch.optim.Optimizer) -> None:
+        """Zero the optimiser's state of what is teleported; new rows keep theirs."""
+        names = self.plugin.cumulative.keys() & self.plugin.fisher.keys()
+        moved = [p for name, p in self.method.model.named_parameters() if name in names]
+        state = [t for parameter in moved for t in optimiser.state.get(parameter, {}).values()]
+        if state:
+            torch._foreach_zero_(state)
 
     def _interpolate_statistics(self) -> None:
         """buffer <- old + mean(S) (buffer - old), S that of the layer's own weight."""
         if self.options.batchnorm != "interpolate":
             return
         for name, module in self._norms().items():
-            weight = f"{name}.weight"
-            s = scale(self.plugin.cumulative[weight], self.plugin.fisher[weight]).mean()
+            old_fisher = self.plugin.cumulative.get(f"{name}.weight")
+            new_fisher = self.plugin.fisher.get(f"{name}.weight")
+            if old_fisher is None or new_fisher is None:  # a layer that is new, or rests: it is not teleported
+                continue
+            s = scale(old_fisher, new_fisher).mean()
             for kind in ("running_mean", "running_var"):
                 buffer, old = getattr(module, kind), self.buffers[f"{name}.{kind}"]
                 buffer.copy_(old + s * (buffer - old))

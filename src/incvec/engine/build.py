@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -81,7 +82,7 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     options = config.options(config.method, kind.Options)
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
-    tasks = split(n_classes, config.base_classes, config.tasks)
+    tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
@@ -145,12 +146,16 @@ def check_counts(
 def code_version(method: str) -> str:
     """A hash of the source files a base task depends on."""
     root = Path(incvec.__file__).parent
-    files = [root / "contracts.py", root / "config.py", *sorted((root / "ivt").glob("fisher*.py"))]
+    files = [root / "contracts.py", root / "config.py", root / "fusing.py", *sorted((root / "ivt").glob("fisher*.py"))]
     for room in ("data", "nets", "engine"):
         files += sorted((root / room).glob("*.py"))
     for ancestor in find_method(method).__mro__:
-        if ancestor.__module__.startswith("incvec.methods."):
-            files.append(root / "methods" / (ancestor.__module__.rpartition(".")[2] + ".py"))
+        if not ancestor.__module__.startswith("incvec.methods."):
+            continue
+        used = [getattr(value, "__module__", None) for value in vars(sys.modules[ancestor.__module__]).values()]
+        for module in {ancestor.__module__, *used}:
+            if isinstance(module, str) and module.startswith("incvec.methods."):
+                files.append(root / "methods" / (module.rpartition(".")[2] + ".py"))
     total = hashlib.blake2b(digest_size=12)
     for file in sorted(set(files)):
         total.update(os.fsencode(file.name) + file.read_bytes())

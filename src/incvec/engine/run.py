@@ -32,7 +32,7 @@ from incvec.engine.stage import StageLoop, capture
 from incvec.errors import CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.metrics import counts_by_task, matrix_from_counts, summarise
-from incvec.records import FORMAT, environment
+from incvec.records import FORMAT, environment, read_record
 
 SAVING_SHARE = 20  # a checkpoint is due once 20 times the last write's duration has passed
 
@@ -110,7 +110,7 @@ class Run:
 
     def _events(self) -> Generator[ev.Event, None, None]:
         if self.record_path.exists():
-            record = json.loads(self.record_path.read_text())
+            record = read_record(self.record_path)
             self._same_config(record["config"], self.record_path)
             yield ev.Finished(record, str(self.record_path), already=True)
             return

@@ -54,17 +54,8 @@ def expand(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(combination)
 
 
-def run_name(config: RunConfig, changed: bool = False) -> str:
-    """A folder name: what the run is, and a digest where a setting differs from the preset."""
-    parts = [config.dataset, "+".join([config.method, *config.addons])]
-    if config.oracle:
-        parts.append("oracle")
-    parts += [str(config.tasks), f"s{config.seed}"]
-    return "-".join(parts) + (f"-{config.digest()[:8]}" if changed else "")
-
-
 def default_at_once(device: torch.device, configs: Sequence[RunConfig]) -> int:
-    """Eight runs fill an H200 with ResNet-32 (docs/performance.md); fewer where memory or work is short."""
+    """Eight on a large GPU, fewer where its memory is short; one on a CPU."""
     if device.type != "cuda":
         return 1
     free, _ = torch.cuda.mem_get_info(device)

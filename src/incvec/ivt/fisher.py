@@ -171,9 +171,9 @@ class BatchFisher:
         for names in groups.values():
             yield self.steps(names[0]), names
 
-    def counts(self) -> dict[str, float]:
-        """How many steps are in each parameter's sum. Waits for the device."""
-        return {name: count for steps, names in self.by_counters() for count in [float(steps)] for name in names}
+    def counts(self) -> dict[str, Tensor]:
+        """How many steps are in each parameter's sum: scalars on the device, so that nothing waits for it."""
+        return {name: steps for steps, names in self.by_counters() for name in names}
 
     @torch.no_grad()
     def mean_(self) -> None:

@@ -401,7 +401,7 @@ class IVT:
                 anchor=self._anchor,
                 cumulative=self._cumulative,
                 fisher=fisher,
-                steps=[counts[name] for name in sorted(fisher)],
+                steps=torch.stack([counts[name] for name in sorted(fisher)]) if fisher else torch.zeros(0),
             )
         )
 
@@ -419,7 +419,7 @@ class IVT:
         if not (self._in_task and saved.in_task):
             self._fisher = BatchFisher({}, self._kernels)
         self._fisher.allocate({name: self._parameters[name] for name in self._anchor})
-        self._fisher.restore(saved.fisher, saved.steps)
+        self._fisher.restore(saved.fisher, saved.steps.tolist())
         self._task, self._epoch = saved.task, saved.epoch
         self._in_task, self._finalised = saved.in_task, saved.epoch_finalised
         self._stepless = False

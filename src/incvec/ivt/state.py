@@ -25,7 +25,7 @@ class State:
     anchor: Mapping[str, Tensor] = field(default_factory=dict)
     cumulative: Mapping[str, Tensor] = field(default_factory=dict)
     fisher: Mapping[str, Tensor] = field(default_factory=dict)
-    steps: list[float] = field(default_factory=list)
+    steps: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 def pack(state: State) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def pack(state: State) -> dict[str, Tensor]:
         for part in _PARTS
         for name, value in sorted(getattr(state, part).items())
     }
-    packed["steps"] = torch.tensor(state.steps, dtype=torch.float32)
+    packed["steps"] = state.steps.detach().clone()
     for counter in _COUNTERS:
         packed[counter] = torch.tensor(int(getattr(state, counter)), dtype=torch.int64)
     return packed
@@ -54,7 +54,7 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
             unknown.append(key)
     if missing or unknown:
         raise KeyError(f"this is no state of IVT: missing {missing}, unknown {unknown[:5]}")
-    steps = packed["steps"].tolist()
+    steps = packed["steps"]
     if len(steps) != len(parts["fisher"]):
         raise ValueError(f"the state counts steps of {len(steps)} tensors, but holds {len(parts['fisher'])} sums")
     return State(

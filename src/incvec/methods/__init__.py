@@ -8,8 +8,21 @@ from incvec.contracts import Method
 from incvec.errors import ConfigError, nearest
 
 METHODS = {
+    "bic": "incvec.methods.bic:BiC",
+    "ewc": "incvec.methods.ewc:EWC",
+    "fcs": "incvec.methods.fcs:FCS",
     "finetune": "incvec.methods.finetune:Finetune",
+    "geodl": "incvec.methods.geodl:GeoDL",
+    "icarl": "incvec.methods.icarl:ICaRL",
+    "joint": "incvec.methods.joint:Joint",
+    "lucir": "incvec.methods.lucir:LUCIR",
+    "lwf": "incvec.methods.lwf:LwF",
+    "mnemonics": "incvec.methods.mnemonics:Mnemonics",
+    "mrfa": "incvec.methods.mrfa:MRFA",
+    "pass": "incvec.methods.prototype_aug:PASS",
     "podnet": "incvec.methods.podnet:PODNet",
+    "replay": "incvec.methods.replay:Replay",
+    "ssre": "incvec.methods.ssre:SSRE",
 }
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +28,38 @@ def extract(model: nn.Module, world: World, rows: Tensor, view: str = "test", so
     chunks = []
     for start in range(0, len(rows), CHUNK):
         part = rows[start : start + CHUNK]
-        padded = torch.cat([part, part[:1].expand(CHUNK - len(part))]) if len(part) < CHUNK <= len(rows) else part
+        padded = part
+        if len(part) < CHUNK and world.device.type == "cuda":  # a new shape would be compiled anew
+            padded = torch.cat([part, part[:1].expand(CHUNK - len(part))])
         with world.autocast():
             images = source.fetch(padded, world.generator, (view,)).images
             chunks.append(model(images).features[: len(part)].float())
     model.train(training)
     return torch.cat(chunks)
+
+
+def exchange_convs(module: nn.Module, kind: Callable[..., nn.Conv2d], suits: Callable[[nn.Conv2d], bool]) -> None:
+    """Put a `kind` in the place of every plain convolution that suits, its parameters the same objects and names.
+
+    The new one is made without values, so it draws none.
+    """
+    for parent in list(module.modules()):
+        for name, old in list(parent.named_children()):
+            if type(old) is nn.Conv2d and suits(old):
+                shape = (old.in_channels, old.out_channels, old.kernel_size, old.stride, old.padding)
+                new = kind(*shape, bias=old.bias is not None, device="meta")
+                new.weight, new.bias = old.weight, old.bias
+                setattr(parent, name, new)
+
+
+def distillation(logits: Tensor, old: Tensor, temperature: float) -> Tensor:
+    """KL(softmax(old / T) || softmax(logits / T)) over the old model's classes, averaged over the samples.
+
+    Its gradient is that of the cross-entropy between the two; where they agree it is 0.
+    """
+    wanted = (old / temperature).log_softmax(1)
+    given = (logits[:, : old.shape[1]] / temperature).log_softmax(1)
+    return (wanted.exp() * (wanted - given)).sum(1).mean()
 
 
 class ImageMethod(Method):
@@ -91,6 +117,9 @@ class ImageMethod(Method):
     def begin_stage(self, task: Task, stage: Stage) -> Tensor:
         if stage.role == "main":
             return self.training_rows(task)
+        if stage.role == "balance" and self.exemplars:
+            self.herd_new(task)
+            return self.balanced_rows(task)
         raise ValueError(f"{self.name} does not know which rows stage {stage.name!r} trains on")
 
     def training_rows(self, task: Task) -> Tensor:
@@ -133,6 +162,11 @@ class ImageMethod(Method):
         known = None if known is None else known[: task.n_old]
         self.store["memory"] = extend(known, chosen, count)
 
+    def refresh(self, task: Task) -> None:
+        """Herd the task's classes once more, where the weights now replaced have done so already."""
+        if len(self.store.get("memory", ())) >= task.n_seen:
+            self.herd_new(task)
+
     def balanced_rows(self, task: Task) -> Tensor:
         """As many rows of each class seen: the exemplars, or everything for the oracle."""
         return self.rows_of(range(task.n_seen)) if self.world.oracle else self.exemplar_rows()
@@ -153,3 +187,22 @@ class ImageMethod(Method):
         """Scores: minus the squared distance to each class mean."""
         unit = F.normalize(features.float(), dim=1)
         return -(unit[:, None, :] - self.store["means"][None]).square().sum(-1)
+
+
+class ExemplarMethod(ImageMethod):
+    """Herds exemplars of every class once, and classifies by its head and by the nearest class mean."""
+
+    exemplars = True
+    reported: ClassVar[str] = "cnn"  # of the two classifiers
+
+    def end_task(self, task: Task) -> None:
+        if len(self.store.get("memory", ())) < task.n_seen:  # a balanced stage herds before it begins
+            self.herd_new(task)
+
+    def begin_evaluation(self, task: Task) -> None:
+        self.nearest_mean_setup(task)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        _, features, logits = self.model(images)
+        scores = {"cnn": logits, "nme": self.nearest_mean(features)}
+        return {name: scores[name] for name in sorted(scores, key=lambda name: name != self.reported)}

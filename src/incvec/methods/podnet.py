@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.config import TrainOptions
+from incvec.config import Normalisation, TrainOptions
 from incvec.contracts import Batch, Group, Schedule, Stage, Task, Terms
 from incvec.data.select import kmeans
+from incvec.fusing import fused
 from incvec.methods.common import ImageMethod, extract
 from incvec.nets import Head, ProxyHead, mean_row_norm
 
@@ -31,7 +32,7 @@ from incvec.nets import Head, ProxyHead, mean_row_norm
 class PODNetOptions(TrainOptions):
     net: str = "resnet32-rebuffi"
     schedule: Literal["constant", "cosine", "steps"] = "cosine"
-    normalisation: str = "lucir"
+    normalisation: Normalisation = "lucir"
     proxies: int = Field(10, ge=1, description="proxies a class")
     margin: float = 0.6
     nca: Literal["coded", "paper"] = "coded"
@@ -42,6 +43,7 @@ class PODNetOptions(TrainOptions):
     balance_lr: float = Field(0.05, gt=0)
 
 
+@fused
 def nca_loss(scores: Tensor, labels: Tensor, scale: Tensor, margin: float, form: str = "coded") -> Tensor:
     """NCA over class scores. `coded`: -(s_y - m) + log(1 + sum_{j != y} exp(s_j - m)), s = scale (score - margin)
     and m its maximum; `paper` (eq. 5): [-log(exp(scale (s_y - margin)) / sum_{j != y} exp(scale s_j))]_+ .
@@ -58,6 +60,7 @@ def nca_loss(scores: Tensor, labels: Tensor, scale: Tensor, margin: float, form:
     return (torch.log1p(others) - positive).mean()
 
 
+@fused
 def pod_flat(new: Tensor, old: Tensor) -> Tensor:
     """Mean of 1 - cos between the features of the two models."""
     return (1 - F.cosine_similarity(new, old, dim=1)).mean()
@@ -70,6 +73,7 @@ def pooled(maps: Tensor) -> Tensor:
     return F.normalize(both, dim=1)
 
 
+@fused
 def pod_spatial(new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
     """Distance between the pooled maps (eq. 4), averaged over samples and maps."""
     distances = [(pooled(a) - pooled(b)).norm(dim=1).mean() for a, b in zip(new, old, strict=True)]

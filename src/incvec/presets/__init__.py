@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from incvec.addons import ADDONS, find_addon
-from incvec.config import RunConfig, validate
+from incvec.config import RunConfig, differences, digest, validate
 from incvec.data import DATASETS
 from incvec.errors import ConfigError, nearest
 from incvec.methods import METHODS, find_method
@@ -60,6 +60,11 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     given = dict(given)
     if "method" not in given:
         raise ConfigError("no method was named; --method takes one of: " + ", ".join(METHODS) + ".")
+    for key in ("method", "dataset", "variant"):
+        if not isinstance(given.get(key, ""), str):
+            raise ConfigError(f"setting {key} = {given[key]!r} is not possible: expected a name.")
+    if isinstance(given.get("addons"), str) or not all(isinstance(name, str) for name in given.get("addons", ())):
+        raise ConfigError(f"setting addons = {given['addons']!r} is not possible: expected a list of names.")
     method, addons = given["method"], tuple(given.get("addons", ()))
     kinds = {method: find_method(method).Options} | {name: find_addon(name).Options for name in addons}
     dataset = given.get("dataset", "digits")
@@ -84,3 +89,15 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     values = {**STREAMS.get(dataset, {}), **given}
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
     return config
+
+
+def run_name(config: RunConfig) -> str:
+    """`cifar100-podnet+ivt-5-s0`, and eight digits more where a setting that the name does not tell was changed."""
+    told = ("method", "addons", "dataset", "tasks", "seed", "oracle")
+    ordinary = resolve({key: getattr(config, key) for key in told})
+    changes = differences(config.resolved(), ordinary.resolved())
+    parts = [config.dataset, "+".join([config.method, *config.addons])]
+    parts += ["oracle"] if config.oracle else []
+    parts += [str(config.tasks), f"s{config.seed}"]
+    parts += [digest(changes)[:8]] if changes else []
+    return "-".join(parts)

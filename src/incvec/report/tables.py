@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from incvec.config import digest
@@ -16,7 +17,7 @@ from incvec.records import title
 # What two runs may differ in and still be the plain method and the oracle of one another.
 APART = ("addons", "oracle", "device", "engine")
 
-HEADINGS = ("run", "data set", "tasks", "seed", "AA", "LA", "FM", "gap closed", "time")
+HEADINGS = ("run", "data set", "tasks", "seed", "AA", "LA", "FM", "gap closed", "seconds")
 NUMBERS = HEADINGS[2:]
 
 
@@ -46,19 +47,18 @@ class Row:
             f"{self.LA:.2f}",
             "–" if self.FM is None else f"{self.FM:.2f}",
             "–" if self.gap_closed is None else f"{100 * self.gap_closed:.0f} %",
-            "–" if self.seconds is None else duration(self.seconds),
+            "–" if self.seconds is None else f"{self.seconds:.1f}",
         ]
 
 
 def duration(seconds: float) -> str:
-    """`8.1 s`, `3 min 05 s`, `2 h 04 min`."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
+    """`8 s`, `3 min 05 s`, `2 h 04 min`."""
     minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def family(record: Mapping[str, Any]) -> str:
@@ -84,14 +84,15 @@ def rows(records: Sequence[Mapping[str, Any]], paths: Sequence[str] | None = Non
         share = None
         if record["addons"] and not record["oracle"] and key in plain and key in oracle:
             share = gap_closed(metric(record, "LA"), plain[key], oracle[key])
-        forgetting = record["metrics"].get("FM")
+        average = metric(record, "AA")
+        forgetting = record["metrics"].get("FM")  # none where there was a single task
         found.append(
             Row(
                 run=title(dict(record)),
                 dataset=record["dataset"],
                 tasks=record["tasks"],
                 seed=record["seed"],
-                AA=metric(record, "AA"),
+                AA=average,
                 LA=metric(record, "LA"),
                 FM=None if forgetting is None else metric(record, "FM"),
                 gap_closed=share,
@@ -116,9 +117,19 @@ def metric(record: Mapping[str, Any], name: str) -> float:
 
 def rich_table(found: Sequence[Row], heading: str | None = None) -> Table:
     """For a terminal. Oracles are dimmed: they are what one measures against."""
-    table = Table(title=heading, title_justify="left", header_style="bold")
+    table = Table(
+        title=heading,
+        title_justify="left",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for name in HEADINGS:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "run")
+        # Only the longest heading may break: all fits into 80 columns then.
+        table.add_column(
+            name, justify="right" if name in NUMBERS else "left", no_wrap=name != "gap closed", overflow="fold"
+        )
     for row in found:
         table.add_row(*row.cells(), style="dim" if row.run.endswith(" oracle") else None)
     return table

@@ -1,0 +1,67 @@
+"""Every method with every add-on: a run of two small tasks, or a refusal that says why."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+
+from incvec.addons import ADDONS, find_addon
+from incvec.data import Dataset
+from incvec.engine.run import finish
+from incvec.errors import ConfigError
+from incvec.methods import METHODS, find_method
+from incvec.presets import resolve
+from tests.conftest import make_run, quick
+
+PAIRS = list(itertools.product(sorted(METHODS), sorted(ADDONS)))
+
+
+def expected_refusal(method: str, addon: str) -> str | None:
+    """What the refusal has to speak of."""
+    kind = find_method(method)
+    if kind.joint:
+        return "exemplars" if addon == "eopc" else "one task"
+    return "exemplars" if addon == "eopc" and not kind.exemplars else None
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A method's base task is trained once for all its add-ons."""
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.mark.parametrize(("method", "addon"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
+def test_pair(method: str, addon: str, few: Dataset, tmp_path: Path, bases: Path) -> None:
+    given = quick(method, addon, tasks=1)
+    refusal = expected_refusal(method, addon)
+    run = make_run(few, tmp_path, given, bases)
+    if refusal is not None:
+        with pytest.raises(ConfigError, match=f"add-on '{addon}' cannot go with {method}: .*{refusal}"):
+            finish(run)
+        return
+    record = finish(run)
+    assert len(record["accuracy"]) == 2
+    assert (record["method"], record["addons"]) == (method, [addon])
+    for row in record["losses"]:
+        for values in row["terms"].values():
+            assert all(math.isfinite(value) for value in values), row
+
+
+def test_every_add_on_goes_with_the_methods_it_is_for() -> None:
+    for addon in ADDONS:
+        accepted = [name for name in METHODS if find_addon(addon).refuses(find_method(name), []) is None]
+        wanted = [name for name in METHODS if expected_refusal(name, addon) is None]
+        assert accepted == wanted
+        assert len(accepted) >= 5
+
+
+def test_add_ons_say_what_they_are() -> None:
+    for name in ADDONS:
+        addon = find_addon(name)
+        assert addon.name == name
+        assert "http" in addon.paper
+        assert addon.summary
+        resolve({"method": "podnet", "addons": [name], "dataset": "cifar100"})

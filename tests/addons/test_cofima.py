@@ -1,0 +1,156 @@
+"""CoFiMA and Fisher merging: the formula, what is merged and what is not, and when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from incvec.addons.cofima import CoFiMA, CoFiMAOptions
+from incvec.addons.fisher_merge import FisherMerge
+from incvec.addons.merging import FisherReplace
+from incvec.contracts import Task
+from incvec.data import Dataset
+from incvec.methods.common import ImageMethod
+from tests.addons.tools import Tensors, run_on, same, snapshot, state_of, watch
+
+Row = dict[str, Tensors]
+
+
+def record_merges(patch: pytest.MonkeyPatch, kind: type[FisherReplace]) -> list[Row]:
+    """For each task: the weights it began with and was trained to, its F as measured, and what came of it."""
+    rows: list[Row] = []
+    begun: list[Tensors] = [{}]
+
+    def begin(self: FisherReplace, task: Task) -> None:
+        begun[0] = state_of(self.method.model)
+
+    def before(self: FisherReplace, task: Task, fisher: Tensors) -> None:
+        measured = {name: f.clone() for name, f in fisher.items()}
+        rows.append({"old": begun[0], "new": state_of(self.method.model), "fisher": measured})
+
+    def after(self: FisherReplace, task: Task, fisher: Tensors) -> None:
+        rows[-1]["merged"] = state_of(self.method.model)
+
+    watch(patch, kind, "begin_task", before=begin)
+    watch(patch, kind, "measured", before=before, after=after)
+    return rows
+
+
+def cofima_by_hand(old: Tensor, new: Tensor, f_old: Tensor, f_new: Tensor, alpha: float) -> Tensor:
+    """Element by element, in float64."""
+    out = []
+    for o, n, fo, fn in zip(*(t.flatten().double().tolist() for t in (old, new, f_old, f_new)), strict=True):
+        fo, fn = (1 - alpha) * min(fo, 1e-4), alpha * min(fn, 1e-4)
+        out.append((fo * o + fn * n) / (fo + fn) if fo + fn > 0 else (1 - alpha) * o + alpha * n)
+    return torch.tensor(out, dtype=torch.float64).view(old.shape)
+
+
+@pytest.mark.parametrize("buffers", ["average", "new"])
+def test_cofima_merges_by_the_formula(
+    buffers: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = record_merges(monkeypatch, CoFiMA)
+    run_on(few, tmp_path, "podnet", "cofima", cofima={"alpha": 0.3, "buffers": buffers})
+    same(rows[0]["new"], rows[0]["merged"])  # nothing to merge after the base task
+    assert any((f > 1e-4).any() and (f < 1e-4).any() for f in rows[0]["fisher"].values())  # the clip is at work
+    for task in (1, 2):
+        row, previous = rows[task], rows[task - 1]["fisher"]  # of the task before alone, not a sum
+        for name, value in row["merged"].items():
+            new = row["new"][name]
+            if name in previous:
+                wanted = cofima_by_hand(row["old"][name], new, previous[name], row["fisher"][name], 0.3)
+                assert torch.allclose(value.double(), wanted, rtol=1e-5, atol=1e-7), name
+                if name != "head.scale" and not name.startswith("head.blocks"):
+                    assert not torch.equal(value, new), f"{name} was not merged"
+            elif name in row["fisher"]:
+                assert name.startswith(f"head.blocks.{task}.")
+                assert torch.equal(value, new), f"{name} has no past, it stays as trained"
+            elif buffers == "average":
+                assert torch.allclose(value, 0.7 * row["old"][name] + 0.3 * new, rtol=1e-5, atol=1e-6), name
+            else:
+                assert torch.equal(value, new), name
+
+
+def test_podnets_scale_has_no_fisher_and_is_averaged_plainly(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = record_merges(monkeypatch, CoFiMA)
+    run_on(few, tmp_path, "podnet", "cofima")
+    row = rows[1]
+    assert row["fisher"]["head.scale"].item() == 0
+    wanted = 0.6 * row["old"]["head.scale"] + 0.4 * row["new"]["head.scale"]
+    assert torch.allclose(row["merged"]["head.scale"], wanted)
+
+
+def test_fisher_merge_is_the_mean_over_all_tasks(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plain sums over tasks, which the add-on does not keep."""
+    rows = record_merges(monkeypatch, FisherMerge)
+    run_on(few, tmp_path, "finetune", "fisher-merge")
+    for task in (1, 2):
+        past = rows[: task + 1]
+        for name, value in rows[task]["merged"].items():
+            having = [row for row in past if name in row["new"]]
+            if name in rows[0]["fisher"] or name.startswith("head"):
+                above = sum(row["fisher"][name].double() * row["new"][name].double() for row in having)
+                below = sum(row["fisher"][name].double() for row in having)
+                wanted = torch.where(below > 0, above / below, rows[task]["new"][name].double())
+            else:
+                wanted = torch.stack([row["new"][name].double() for row in having]).mean(0)
+            assert torch.allclose(value.double(), wanted, rtol=1e-4, atol=1e-6), name
+    assert not torch.equal(rows[2]["merged"]["head.blocks.1.weight"], rows[2]["new"]["head.blocks.1.weight"])
+
+
+def test_clipping_is_of_fisher_merge_only_where_asked_for() -> None:
+    assert CoFiMAOptions().clip == 1e-4
+    assert FisherMerge.Options().clip is None
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cofima", CoFiMA), ("fisher-merge", FisherMerge)])
+def test_training_goes_on_from_the_merge(
+    name: str, kind: type[FisherReplace], few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = record_merges(monkeypatch, kind)
+    run = run_on(few, tmp_path, "finetune", name)
+    for task in range(3):
+        same(snapshot(run, task), rows[task]["merged"])  # deployed is what was merged
+    for task in (1, 2):
+        began = {n: t for n, t in rows[task]["old"].items() if n in rows[task - 1]["merged"]}
+        same(began, rows[task - 1]["merged"])
+
+
+def test_statistics_and_exemplars_are_taken_from_the_merged_weights(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PODNet herds before its balanced stage; after the merge it must do so again."""
+    rows = record_merges(monkeypatch, CoFiMA)
+    herded: list[Tensors] = []
+    watch(monkeypatch, ImageMethod, "herd_new", before=lambda self, task: herded.append(state_of(self.model)))
+    run_on(few, tmp_path, "podnet", "cofima")
+    assert len(herded) == 5  # base: at its end; then for the balanced stage and after the merge, twice
+    same(herded[2], rows[1]["merged"])
+    same(herded[4], rows[2]["merged"])
+
+
+def test_prototypes_are_those_of_the_merged_model(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
+    from incvec.methods.common import extract
+
+    run = run_on(few, tmp_path, "pass", "cofima")
+    method, task = run.parts.method, run.parts.tasks[2]
+    assert isinstance(method, ImageMethod)
+    rows = method.rows_of(task.classes)
+    features = extract(method.model, run.parts.world, rows)
+    labels = run.parts.world.train.labels[rows]
+    for label in task.classes:
+        assert torch.allclose(method.store["prototypes"][label], features[labels == label].mean(0), atol=1e-5)
+
+
+def test_the_share_of_the_new_is_recorded(few: Dataset, tmp_path: Path) -> None:
+    run = run_on(few, tmp_path, "finetune", "cofima", cofima={"alpha": 1.0, "clip": None})
+    shares = [row["cofima"]["share"] for row in run.progress.facts]
+    assert shares == [0, 1, 1]  # nothing merged; then all of the new
+    run = run_on(few, tmp_path / "half", "finetune", "cofima")
+    assert all(0 < row["cofima"]["share"] < 1 for row in run.progress.facts[1:])

@@ -1,0 +1,428 @@
+"""IVT in the lab: what is teleported and when, and that each option changes what it says and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from incvec.addons.ivt import IVTAddOn
+from incvec.contracts import Stage, Task
+from incvec.data import Dataset
+from incvec.engine.run import finish
+from incvec.ivt import IVT
+from incvec.methods import METHODS, find_method
+from tests.addons.tools import Tensors, record_batches, run_on, same, snapshot, state_of, watch
+from tests.conftest import make_run, quick, same_record, same_weights, weights
+
+STATISTICS = ("running_mean", "running_var")
+
+
+class Teleports:
+    """Every teleport of a run: the weights before and after, the anchor, Fbar, F, and where it happened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.epochs: list[tuple[int, str, int]] = []
+        where: list[tuple[int, str, int]] = [(0, "", 0)]
+
+        def epoch(addon: IVTAddOn, task: Task, stage: Stage, number: int, optimiser: Any) -> None:
+            where[0] = (task.index, stage.name, number)
+
+        def before(plugin: IVT) -> None:
+            kept = {"anchor": plugin.anchor, "past": plugin.cumulative, "fisher": plugin.fisher}
+            copies = {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in kept.items()}
+            self.rows.append({"before": state_of(plugin._model), "where": where[0], **copies})
+            self.epochs.append(where[0])
+
+        def after(plugin: IVT) -> None:
+            self.rows[-1]["after"] = state_of(plugin._model)
+
+        watch(patch, IVTAddOn, "end_epoch", before=epoch)
+        watch(patch, IVT, "teleport", before=before, after=after)
+
+    def moved(self, row: int) -> set[str]:
+        first, last = self.rows[row]["before"], self.rows[row]["after"]
+        return {name for name in first if not torch.equal(first[name], last[name])}
+
+
+@pytest.fixture
+def teleports(monkeypatch: pytest.MonkeyPatch) -> Teleports:
+    return Teleports(monkeypatch)
+
+
+# What is teleported, and when ---------------------------------------------------------------------------
+
+
+def diagonal(row: dict[str, Any], name: str) -> Tensor:
+    """anchor + (A + F) / (2 A + F) (theta - anchor), where A = 0: theta."""
+    a, f = row["past"][name].double(), row["fisher"][name].double()
+    s = torch.where(a > 0, (a + f) / (2 * a + f), torch.ones_like(a))
+    anchor = row["anchor"][name].double()
+    return anchor + s * (row["before"][name].double() - anchor)
+
+
+@pytest.mark.parametrize("method", sorted(name for name in METHODS if not find_method(name).joint))
+def test_exactly_what_is_old_and_trains_is_teleported(
+    method: str, few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[set[str]] = []  # of the model's parameters, as each task ended
+    trained: list[set[str]] = []
+
+    def end(self: IVTAddOn, task: Task, base_fisher: Any) -> None:
+        names.append({name for name, _ in self.method.model.named_parameters()})
+        main = next(stage for stage in self.method.stages(task) if stage.role == "main")
+        owned = {name for name in names[-1] if any(group.owns(f"model.{name}") for group in main.groups)}
+        trained.append(owned)
+
+    watch(monkeypatch, IVTAddOn, "end_task", before=end)
+    run_on(few, tmp_path, method, "ivt", ivt={"interval": 2})
+    assert [task for task, stage, _ in teleports.epochs] == [1, 2]
+    for row, task in enumerate((1, 2)):
+        wanted = trained[task] & names[task - 1]
+        assert teleports.moved(row) == wanted
+        assert f"head.blocks.{task}.weight" in trained[task] - wanted  # new rows train, but have no past
+        for name in wanted:
+            by_hand = diagonal(teleports.rows[row], name)
+            assert torch.allclose(teleports.rows[row]["after"][name].double(), by_hand, rtol=1e-4, atol=1e-6), name
+
+
+def test_podnets_old_proxies_rest_and_are_not_teleported(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
+    run_on(few, tmp_path, "podnet", "ivt")
+    heads = [{name for name in teleports.moved(row) if name.startswith("head")} for row in range(4)]
+    assert heads == [{"head.scale"}] * 4
+
+
+def test_the_anchor_is_where_the_main_stage_begins(
+    few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Tensors] = []
+
+    def begin(self: IVTAddOn, task: Task, stage: Stage) -> None:
+        if stage.role == "main":
+            begun.append(state_of(self.method.model))
+
+    watch(monkeypatch, IVTAddOn, "begin_stage", before=begin)
+    run = run_on(few, tmp_path, "podnet", "ivt", ivt={"interval": 2})
+    for row, task in enumerate((1, 2)):
+        anchor, previous = teleports.rows[row]["anchor"], snapshot(run, task - 1)
+        for name, value in anchor.items():
+            assert torch.equal(value, begun[row][name])
+            if name in previous:
+                assert torch.equal(value, previous[name])  # after the balanced stage of the task before
+
+
+@pytest.mark.parametrize(
+    ("interval", "epochs"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5]), (6, []), (None, [5])], ids=str
+)
+def test_teleports_come_every_interval_epochs(
+    interval: int | None, epochs: list[int], few: Dataset, tmp_path: Path, teleports: Teleports
+) -> None:
+    run_on(few, tmp_path, "finetune", "ivt", ivt={"interval": interval}, finetune={"epochs": 5}, tasks=1)
+    assert teleports.epochs == [(1, "main", epoch) for epoch in epochs]
+
+
+def test_fisher_adds_up_over_tasks(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
+    """Fbar_t = Fbar_{t-1} + F_t, F_t of the last epoch, wherever the last teleport was."""
+    run_on(few, tmp_path, "finetune", "ivt", ivt={"interval": 2})
+    first, second = teleports.rows
+    for name, past in first["past"].items():
+        assert torch.allclose(second["past"][name], past + first["fisher"][name], rtol=1e-6), name
+
+
+# Beside a run without it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["finetune", "podnet", "pass", "mrfa"])
+def test_batches_are_the_same_until_the_first_teleport(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, and what was drawn to see them, fetch by fetch; herding and evaluation included."""
+    batches = record_batches(monkeypatch)
+    options = {method: {"epochs": 4}}
+    run_on(few, tmp_path / "plain", method, **options)
+    plain = list(batches)
+    batches.clear()
+    first: list[int] = []
+    watch(monkeypatch, IVT, "teleport", before=lambda plugin: first.append(len(batches)))
+    run_on(few, tmp_path / "ivt", method, "ivt", ivt={"interval": 3}, **options)
+    teleport = first[0]
+    assert 10 < teleport < len(plain)
+    for one, other in zip(plain[:teleport], batches[:teleport], strict=True):
+        assert torch.equal(one.indices, other.indices)
+        assert all(torch.equal(a, b) for a, b in zip(one.views, other.views, strict=True))
+    if method in ("finetune", "pass"):  # nothing is chosen by features: the rows never part
+        assert len(plain) == len(batches)
+        for one, other in zip(plain, batches, strict=True):
+            assert torch.equal(one.indices, other.indices)
+
+
+def test_without_a_teleport_nothing_changes(few: Dataset, tmp_path: Path) -> None:
+    plain = run_on(few, tmp_path / "plain", "podnet")
+    idle = run_on(few, tmp_path / "idle", "podnet", "ivt", ivt={"interval": 9})
+    for task in range(3):
+        same(snapshot(plain, task), snapshot(idle, task))
+
+
+@pytest.mark.parametrize("options", [{}, {"first_fisher": "sample"}, {"structure": "kernel"}], ids=str)
+def test_from_a_shared_base_as_from_scratch(options: dict[str, Any], few: Dataset, tmp_path: Path) -> None:
+    given = quick("podnet", "ivt", ivt=options)
+    scratch = make_run(few, tmp_path / "scratch", given)
+    record = finish(scratch)
+    finish(make_run(few, tmp_path / "other", quick("podnet", tasks=1), tmp_path / "bases"))  # another stream
+    shared = make_run(few, tmp_path / "shared", given, tmp_path / "bases")
+    same_record(finish(shared), record)
+    for task in range(3):
+        same_weights(scratch.snapshot_path(task), shared.snapshot_path(task))
+
+
+# Options: each changes what it says and nothing else ------------------------------------------------------
+
+
+def parted(state: Tensors) -> tuple[Tensors, Tensors]:
+    """Parameters and BatchNorm's statistics apart."""
+    statistics = {name: tensor for name, tensor in state.items() if name.endswith(STATISTICS)}
+    return {name: tensor for name, tensor in state.items() if name not in statistics}, statistics
+
+
+@pytest.mark.parametrize("choice", ["interpolate", "recalibrate"])
+def test_batchnorm_touches_statistics_alone(choice: str, few: Dataset, tmp_path: Path) -> None:
+    """Train mode reads no running statistics, so in plain fine-tuning the weights are the same to the end."""
+    keep = run_on(few, tmp_path / "keep", "finetune", "ivt")
+    other = run_on(few, tmp_path / "other", "finetune", "ivt", ivt={"batchnorm": choice})
+    same(snapshot(keep, 0), snapshot(other, 0))
+    for task in (1, 2):
+        (weights_a, statistics_a), (weights_b, statistics_b) = (
+            parted(snapshot(keep, task)),
+            parted(snapshot(other, task)),
+        )
+        same(weights_a, weights_b)
+        assert all(not torch.equal(statistics_a[name], statistics_b[name]) for name in statistics_a)
+
+
+def test_interpolated_statistics(few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: Any) -> None:
+    """old + s (new - old), s the mean S of the layer's weight, old those the task began with."""
+    before: list[Tensors] = []
+    start: list[Tensors] = []
+    watch(monkeypatch, IVTAddOn, "begin_task", before=lambda self, task: start.append(state_of(self.method.model)))
+    watch(
+        monkeypatch, IVTAddOn, "_interpolate_statistics",
+        before=lambda self: before.append(state_of(self.method.model)),
+    )  # fmt: skip
+    run_on(few, tmp_path, "finetune", "ivt", ivt={"batchnorm": "interpolate"})
+    assert len(before) == 4
+    for number, row in enumerate(teleports.rows):
+        old = start[number // 2]
+        for name, value in parted(row["after"])[1].items():
+            weight = name.rpartition(".")[0] + ".weight"
+            a, f = row["past"][weight].double(), row["fisher"][weight].double()
+            s = torch.where(a > 0, (a + f) / (2 * a + f), torch.ones_like(a)).mean()
+            wanted = old[name].double() + s * (before[number][name].double() - old[name].double())
+            assert torch.allclose(value.double(), wanted, rtol=1e-5, atol=1e-6), name
+
+
+def test_resting_layers_keep_their_statistics(few: Dataset, tmp_path: Path) -> None:
+    """SSRE trains no norm in an increment; there is no S to interpolate by."""
+    keep = run_on(few, tmp_path / "keep", "ssre", "ivt")
+    other = run_on(few, tmp_path / "other", "ssre", "ivt", ivt={"batchnorm": "interpolate"})
+    same(snapshot(keep, 2), snapshot(other, 2))
+
+
+def test_recalibrated_statistics(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means over one pass of the main stage's rows of each batch's own mean and variance, at the final weights."""
+    batches = record_batches(monkeypatch)
+    checked: list[int] = []
+
+    def begin(self: IVTAddOn, task: Task, stage: Stage) -> None:
+        if stage.owner == "ivt":
+            batches.clear()
+
+    def end(self: IVTAddOn, task: Task, stage: Stage) -> None:
+        if stage.owner != "ivt":
+            return
+        stem = self.method.model.backbone.stem
+        with torch.no_grad():
+            inputs = [stem.conv(batch.images) for batch in batches]
+        means = torch.stack([x.mean((0, 2, 3)) for x in inputs]).mean(0)
+        variances = torch.stack([x.transpose(0, 1).flatten(1).var(1) for x in inputs]).mean(0)
+        assert torch.allclose(stem.norm.running_mean, means, atol=1e-5)
+        assert torch.allclose(stem.norm.running_var, variances, rtol=1e-4)
+        assert all(m.momentum == 0.1 for m in self.method.model.modules() if hasattr(m, "momentum"))
+        assert sum(len(batch.labels) for batch in batches) == 64
+        checked.append(task.index)
+
+    watch(monkeypatch, IVTAddOn, "begin_stage", after=begin)
+    watch(monkeypatch, IVTAddOn, "end_stage", after=end)
+    run = run_on(few, tmp_path, "finetune", "ivt", ivt={"batchnorm": "recalibrate"})
+    assert checked == [1, 2]
+    assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate"]
+
+
+def test_recalibration_comes_before_the_balanced_stage(few: Dataset, tmp_path: Path) -> None:
+    run = run_on(few, tmp_path, "podnet", "ivt", ivt={"batchnorm": "recalibrate"})
+    assert [stage.name for stage in run._plan(run.parts.tasks[0])] == ["main"]
+    assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate", "balance"]
+
+
+def test_first_fisher_of_batches_and_of_samples(
+    few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only Fbar_1 differs; that of samples is checked against a loop over single images."""
+    batches = record_batches(monkeypatch)
+    found: list[Tensors] = []
+
+    def begin(self: IVTAddOn, task: Task, stage: Stage) -> None:
+        if stage.name == "ivt-fisher":
+            batches.clear()
+
+    def end(self: IVTAddOn, task: Task, stage: Stage) -> None:
+        if stage.name != "ivt-fisher":
+            return
+        model = self.method.model
+        assert all(len(batch.labels) == 1 for batch in batches)
+        assert len(batches) == 80
+        model.eval()
+        total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for batch in batches:
+            loss = torch.nn.functional.cross_entropy(model(batch.images).logits, batch.labels)
+            for name, gradient in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                total[name] += gradient**2 / len(batches)
+        found.append(total)
+
+    watch(monkeypatch, IVTAddOn, "begin_stage", after=begin)
+    watch(monkeypatch, IVTAddOn, "end_stage", before=end)
+    batch_run = run_on(few, tmp_path / "batch", "finetune", "ivt", ivt={"interval": 2})
+    assert found == []
+    sample_run = run_on(few, tmp_path / "sample", "finetune", "ivt", ivt={"interval": 2, "first_fisher": "sample"})
+    same(snapshot(batch_run, 0), snapshot(sample_run, 0))  # measuring changes no weight and no statistic
+    by_batch, by_sample = teleports.rows[0], teleports.rows[2]
+    same(by_batch["before"], by_sample["before"])  # nor the training up to the first teleport
+    same(by_batch["fisher"], by_sample["fisher"])
+    for name, past in by_sample["past"].items():
+        assert torch.allclose(past, found[0][name], rtol=1e-4, atol=1e-12), name
+    old, new = (sum(t.sum().item() for t in row["past"].values()) for row in (by_batch, by_sample))
+    assert new > 2 * old  # a batch's gradient is a mean: its square is smaller
+
+
+def test_the_batch_fisher_is_that_of_the_base_tasks_last_epoch(
+    few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Tensors] = []
+
+    def end(self: IVTAddOn, task: Task, base_fisher: Tensors | None) -> None:
+        if task.index == 0:
+            assert base_fisher is not None
+            given.append({name: f.clone() for name, f in base_fisher.items()})
+        else:
+            assert base_fisher is None
+
+    watch(monkeypatch, IVTAddOn, "end_task", before=end)
+    run_on(few, tmp_path, "finetune", "ivt", ivt={"interval": 2})
+    same(teleports.rows[0]["past"], given[0])
+
+
+def test_kernel_blocks(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
+    """Up to the first teleport as ever; there, k x k kernels move by a block for each slice, the rest as before."""
+    run_on(few, tmp_path / "diagonal", "finetune", "ivt", ivt={"interval": 2})
+    run = run_on(few, tmp_path / "kernel", "finetune", "ivt", ivt={"interval": 2, "structure": "kernel"})
+    assert [stage.name for stage in run._plan(run.parts.tasks[0])] == ["main", "ivt-fisher"]
+    plain, block = teleports.rows[0], teleports.rows[2]
+    same(parted(plain["before"])[0], parted(block["before"])[0])
+    kernels = 0
+    for name, value in block["after"].items():
+        if name not in block["past"]:
+            continue
+        if value.dim() != 4:
+            assert block["past"][name].shape == value.shape
+            assert torch.allclose(value.double(), diagonal(block, name), rtol=1e-4, atol=1e-6), name
+            continue
+        kernels += 1
+        a, f = block["past"][name].double(), block["fisher"][name].double()
+        assert a.shape == (*value.shape[:2], 9, 9)
+        both = 2 * a + f
+        ridge = 1e-6 * both.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None] * torch.eye(9)
+        ridge = torch.where(ridge.sum((-2, -1), keepdim=True) > 0, ridge, torch.eye(9).double())
+        anchor = block["anchor"][name].double()
+        step = (block["before"][name].double() - anchor).flatten(2)[..., None]
+        moved = torch.linalg.inv(both + ridge) @ (a + f + ridge) @ step
+        wanted = anchor + moved[..., 0].view(anchor.shape)
+        assert torch.allclose(value.double(), wanted, rtol=1e-3, atol=1e-5), name
+    assert kernels == 5
+
+
+def test_stages_by_role(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
+    """By default the balanced stage is left alone; there F_t stays that of the main stage's last epoch."""
+    run_on(few, tmp_path / "main", "podnet", "ivt", tasks=1)
+    assert teleports.epochs == [(1, "main", 1), (1, "main", 2)]
+    run_on(few, tmp_path / "both", "podnet", "ivt", ivt={"stages": ["main", "balance"]}, tasks=1)
+    assert teleports.epochs[2:] == [(1, "main", 1), (1, "main", 2), (1, "balance", 1), (1, "balance", 2)]
+    for one, other in zip(teleports.rows[:2], teleports.rows[2:4], strict=True):
+        same(one["after"], other["after"])
+    last = teleports.rows[3]["fisher"]
+    for row in teleports.rows[4:]:
+        same(row["fisher"], last)
+    teleports.epochs.clear()
+    run_on(few, tmp_path / "balance", "podnet", "ivt", ivt={"stages": ["balance"]}, tasks=1)
+    assert teleports.epochs == [(1, "balance", 1), (1, "balance", 2)]
+
+
+@pytest.mark.parametrize("choice", ["keep", "reset"])
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`reset` zeroes the state of what is teleported, and of nothing else; `keep` leaves all as it is."""
+    states: list[tuple[Tensors, Tensors]] = []
+    now: list[Tensors] = [{}]
+
+    def flat(self: IVTAddOn, optimiser: torch.optim.Optimizer) -> Tensors:
+        named = {id(p): name for name, p in self.method.model.named_parameters()}
+        pairs = [(named[id(p)], key, t) for p, state in optimiser.state.items() for key, t in state.items()]
+        return {f"{name}:{key}": t.clone() for name, key, t in pairs}
+
+    def before(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        now[0] = flat(self, optimiser)
+
+    def after(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        states.append((now[0], flat(self, optimiser)))
+
+    watch(monkeypatch, IVTAddOn, "end_epoch", before=before, after=after)
+    options = {"epochs": 3, "optimiser": kind, "lr": 0.01}
+    run_on(few, tmp_path, "finetune", "ivt", finetune=options, ivt={"interval": 2, "optimiser_state": choice}, tasks=1)
+    assert len(states) == 3
+    for epoch, (old, new) in enumerate(states, start=1):
+        assert all(tensor.any() for tensor in old.values())
+        for name, tensor in new.items():
+            if choice == "reset" and epoch == 2 and not name.startswith("head.blocks.1."):
+                assert not tensor.any(), name
+            else:
+                assert torch.equal(tensor, old[name]), name
+
+
+def test_an_optimiser_without_state_can_be_reset(few: Dataset, tmp_path: Path) -> None:
+    keep = run_on(few, tmp_path / "keep", "finetune", "ivt", finetune={"momentum": 0.0})
+    options = {"optimiser_state": "reset"}
+    reset = run_on(few, tmp_path / "reset", "finetune", "ivt", finetune={"momentum": 0.0}, ivt=options)
+    same(snapshot(keep, 2), snapshot(reset, 2))
+
+
+def test_facts_speak_of_the_last_epoch(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
+    run = run_on(few, tmp_path, "finetune", "ivt", ivt={"interval": 2})
+    base, *rest = (row["ivt"] for row in run.progress.facts)
+    assert base == {}
+    for facts, row in zip(rest, teleports.rows, strict=True):
+        assert {"all", "backbone.stem.conv"} <= set(facts)
+        stem = "backbone.stem.conv.weight"
+        a, f = row["past"][stem].double(), row["fisher"][stem].double()
+        s = torch.where(a > 0, (a + f) / (2 * a + f), torch.ones_like(a)).mean().item()
+        assert facts["backbone.stem.conv"]["scale"] == pytest.approx(s, abs=2e-5)
+        assert 0.5 <= facts["all"]["scale"] <= 1
+        far = (row["after"][stem] - row["anchor"][stem]).norm().item()
+        assert facts["backbone.stem.conv"]["distance"] == pytest.approx(far, rel=1e-3)
+
+
+def test_its_state_is_part_of_a_snapshot(few: Dataset, tmp_path: Path) -> None:
+    run = run_on(few, tmp_path, "finetune", "ivt")
+    kept = {name for name in weights(run.snapshot_path(1)) if name.startswith("addon/ivt/")}
+    assert any("backbone.stem.conv.weight" in name for name in kept)

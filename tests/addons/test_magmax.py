@@ -1,0 +1,99 @@
+"""MagMax: largest entries of task vectors, deployed while training goes on un-merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from incvec.addons.magmax import MagMax, larger
+from incvec.contracts import Task
+from incvec.data import Dataset
+from tests.addons.tools import Tensors, run_on, same, snapshot, state_of, watch
+
+
+def record_trained(patch: pytest.MonkeyPatch, kind: type) -> list[Tensors]:
+    """The weights each task ended with, before any merge is deployed."""
+    trained: list[Tensors] = []
+    watch(patch, kind, "deployed", before=lambda self, task: trained.append(state_of(self.method.model)))
+    return trained
+
+
+def test_larger_takes_the_later_of_equals() -> None:
+    old = torch.tensor([1.0, -2.0, 3.0, 0.0, -1.0])
+    new = torch.tensor([-1.0, 1.0, -4.0, 0.0, 1.0])
+    assert larger(old, new).tolist() == [-1.0, -2.0, -4.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 0.8])
+def test_deployed_is_the_base_plus_the_largest_entries(
+    coefficient: float, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = record_trained(monkeypatch, MagMax)
+    options = {"loss_over": "new"}
+    run = run_on(few, tmp_path, "finetune", "magmax", finetune=options, magmax={"coefficient": coefficient})
+    same(snapshot(run, 0), trained[0])
+    for task in (1, 2):
+        for name, value in snapshot(run, task).items():
+            if name in trained[0]:
+                base = trained[0][name].double()
+                wanted = torch.empty_like(base).flatten()
+                for i in range(base.numel()):
+                    vectors = [(trained[k][name].double() - base).flatten()[i].item() for k in range(1, task + 1)]
+                    wanted[i] = base.flatten()[i] + coefficient * max(reversed(vectors), key=abs)
+                assert torch.allclose(value.double(), wanted.view(base.shape), atol=1e-6), name
+            else:
+                own = int(name.split(".")[2])  # head.blocks.N: the rows as the model of task N had them
+                assert torch.equal(value, trained[own][name]), name
+
+
+def test_training_is_left_alone(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit the weights of the same run without the add-on, exemplars and teacher included."""
+    trained = record_trained(monkeypatch, MagMax)
+    merged = run_on(few, tmp_path / "merged", "podnet", "magmax")
+    plain = run_on(few, tmp_path / "plain", "podnet")
+    for task in range(3):
+        same(trained[task], snapshot(plain, task))
+    assert torch.equal(merged.parts.method.store["memory"], plain.parts.method.store["memory"])
+    first, second = snapshot(merged, 2), snapshot(plain, 2)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_is_evaluated_is_the_merge(few: Dataset, tmp_path: Path) -> None:
+    """With nothing of the task vectors added, the base model answers, with the later tasks' rows beside it."""
+    run = run_on(few, tmp_path, "finetune", "magmax", magmax={"coefficient": 0.0}, finetune={"epochs": 5})
+    backbone = [name for name in snapshot(run, 0) if name.startswith("backbone")]
+    first, last = snapshot(run, 0), snapshot(run, 2)
+    same({name: first[name] for name in backbone}, {name: last[name] for name in backbone})
+
+
+def test_asking_twice_changes_nothing(few: Dataset, tmp_path: Path) -> None:
+    run = run_on(few, tmp_path, "finetune", "magmax")
+    addon, task = run.parts.addons[0], run.parts.tasks[2]
+    before = {name: tensor.clone() for name, tensor in addon.state().items()}
+    first = addon.deployed(task)
+    second = addon.deployed(task)
+    assert first is not None
+    assert second is not None
+    same(dict(first), dict(second))
+    same(before, addon.state())
+
+
+def test_ssre_is_merged_with_its_adapters_folded(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method's own end hook comes first: task vectors of two tasks then name the same weights."""
+    trained = record_trained(monkeypatch, MagMax)
+    run = run_on(few, tmp_path, "ssre", "magmax")
+    adapters = [name for name in trained[2] if name.endswith("adapter")]
+    assert adapters
+    assert all(not trained[task][name].any() for task in (1, 2) for name in adapters)
+    assert all(not snapshot(run, 2)[name].any() for name in adapters)
+    kernel = adapters[0].replace("adapter", "weight")
+    assert not torch.equal(trained[1][kernel], trained[0][kernel])
+
+
+def test_the_base_row_is_that_of_the_base_model(few: Dataset, tmp_path: Path) -> None:
+    merged = run_on(few, tmp_path / "merged", "finetune", "magmax")
+    plain = run_on(few, tmp_path / "plain", "finetune")
+    assert merged.matrix()[0] == plain.matrix()[0]
+    assert MagMax.deployed(merged.parts.addons[0], Task(0, 0, 2, 3)) is None  # type: ignore[arg-type]

@@ -1,0 +1,188 @@
+"""What the merges share: weighted means, the Fisher pass, and which add-ons may follow which."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incvec.addons import ADDONS
+from incvec.addons.cofima import CoFiMA
+from incvec.addons.merging import (
+    DEPLOYING,
+    REPLACING,
+    class_outputs,
+    copies,
+    flat,
+    floats,
+    group_of,
+    merge,
+    refusal,
+    share_of,
+)
+from incvec.contracts import Batch, Stage, Task
+from incvec.data import Dataset
+from incvec.engine.build import check_names
+from incvec.errors import ConfigError
+from incvec.methods import find_method
+from incvec.methods.finetune import local_cross_entropy
+from incvec.presets import resolve
+from tests.addons.tools import record_batches, run_on, watch
+from tests.conftest import quick
+
+
+def test_share_and_merge_are_the_weighted_mean() -> None:
+    old, new = [1.0, 2.0, -3.0, 5.0], [2.0, 2.5, 4.0, 7.0]
+    w_old, w_new = [1e-12, 0.0, 3.0, 0.0], [3e-12, 2.0, 0.0, 0.0]
+    share = share_of(torch.tensor(w_old), torch.tensor(w_new), unknown=0.25)
+    merged = merge(torch.tensor(old), torch.tensor(new), share)
+    for i in range(3):
+        assert merged[i].item() == pytest.approx((w_old[i] * old[i] + w_new[i] * new[i]) / (w_old[i] + w_new[i]))
+    assert merged[3].item() == pytest.approx(0.75 * 5 + 0.25 * 7)  # 0/0
+    assert merged[1].item() == new[1]  # all of the new, bit for bit
+    assert merged[2].item() == old[2]
+
+
+def test_a_scalar_weight_counts_for_all_elements() -> None:
+    share = share_of(torch.tensor(2.0), torch.tensor(1.0), unknown=1.0)
+    assert torch.allclose(merge(torch.zeros(2, 3), torch.ones(2, 3), share), torch.full((2, 3), 1 / 3))
+
+
+def test_class_outputs_takes_the_first_of_each_class() -> None:
+    logits = torch.arange(12.0).view(1, 12)
+    assert class_outputs(logits, 3).tolist() == [[0, 4, 8]]
+    assert class_outputs(logits, 12).tolist() == logits.tolist()
+
+
+def test_local_cross_entropy_runs_over_the_samples_own_side() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.5, -1.0], [0.0, 3.0, 1.0, 1.5]])
+    labels = torch.tensor([2, 1])  # new, old, where two classes are old
+    first = -(0.5 - math.log(math.exp(0.5) + math.exp(-1.0)))
+    second = -(3.0 - math.log(math.exp(0.0) + math.exp(3.0)))
+    assert local_cross_entropy(logits, labels, 2).item() == pytest.approx((first + second) / 2)
+    assert torch.allclose(local_cross_entropy(logits, labels, 0), F.cross_entropy(logits, labels))
+
+
+def test_state_goes_flat_and_comes_back() -> None:
+    state = flat(anchor={"a.b": torch.ones(2)}, fisher={"a.b": torch.zeros(()), "c": torch.ones(1)})
+    assert list(state) == ["anchor/a.b", "fisher/a.b", "fisher/c"]
+    back = group_of(state, "fisher")
+    assert list(back) == ["a.b", "c"]
+    assert back["c"].data_ptr() != state["fisher/c"].data_ptr()
+
+
+def test_copies_are_wide_and_floats_leave_integers_out() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2).to(torch.bfloat16), torch.nn.BatchNorm1d(2))
+    assert "1.num_batches_tracked" in model.state_dict()
+    found = floats(model)
+    assert "1.num_batches_tracked" not in found
+    assert "1.running_mean" in found
+    kept = copies(found)
+    assert kept["0.weight"].dtype == torch.float32
+    assert not kept["0.weight"].requires_grad
+    assert kept["1.running_mean"].data_ptr() != found["1.running_mean"].data_ptr()
+
+
+@pytest.mark.parametrize(("method", "outputs"), [("finetune", 1), ("podnet", 1), ("pass", 4)])
+def test_the_pass_measures_mean_squared_batch_gradients(
+    method: str, outputs: int, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F against a plain loop over the same batches, at the same weights, BatchNorm on its running statistics."""
+    batches = record_batches(monkeypatch)
+    checked: list[int] = []
+    before: dict[str, Tensor] = {}
+
+    def begin(self: CoFiMA, task: Task, stage: Stage) -> None:
+        batches.clear()
+        before.update({name: t.clone() for name, t in self.method.model.state_dict().items()})
+
+    def check(self: CoFiMA, task: Task, fisher: dict[str, Tensor]) -> None:
+        model = self.method.model
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name]), f"measuring changed {name}"
+        seen = {int(label) for batch in batches for label in batch.labels}
+        assert seen == set(task.classes)
+        assert sum(len(b.labels) for b in batches) == 40 * task.n_new // 32 * 32
+        wanted = plain_fisher(model, batches, outputs)
+        assert fisher.keys() == wanted.keys()
+        for name, f in fisher.items():
+            assert torch.allclose(f, wanted[name], rtol=1e-4, atol=1e-12), name
+        assert any(f.max() > 0 for f in fisher.values())
+        checked.append(task.index)
+
+    watch(monkeypatch, CoFiMA, "begin_stage", before=begin)
+    watch(monkeypatch, CoFiMA, "measured", before=check)
+    run_on(few, tmp_path, method, "cofima", **{method: {"epochs": 1}})
+    assert checked == [0, 1, 2]
+
+
+def plain_fisher(model: torch.nn.Module, batches: list[Batch], outputs: int) -> dict[str, Tensor]:
+    training = model.training
+    model.eval()
+    total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for batch in batches:
+        loss = F.cross_entropy(model(batch.images).logits, outputs * batch.labels)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        for name, gradient in zip(total, gradients, strict=True):
+            if gradient is not None:
+                total[name] += gradient**2 / len(batches)
+    model.train(training)
+    return total
+
+
+def test_the_oracle_measures_on_all_classes_seen(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = record_batches(monkeypatch)
+    seen: list[set[int]] = []
+    watch(monkeypatch, CoFiMA, "begin_stage", before=lambda *_: batches.clear())
+
+    def note(self: CoFiMA, task: Task, fisher: dict[str, Tensor]) -> None:
+        seen.append({int(label) for batch in batches for label in batch.labels})
+
+    watch(monkeypatch, CoFiMA, "measured", before=note)
+    run_on(few, tmp_path, "finetune", "cofima", finetune={"epochs": 1}, oracle=True)
+    assert seen == [set(range(2)), set(range(4)), set(range(6))]
+
+
+def test_the_order_of_add_ons_is_defined_or_refused() -> None:
+    for first, second in itertools.permutations(ADDONS, 2):
+        config = resolve(quick("podnet", first, second))
+        refused = (
+            (first in DEPLOYING and second in (*DEPLOYING, *REPLACING))
+            or {first, second} == {"cofima", "fisher-merge"}
+        )  # fmt: skip
+        if refused:
+            with pytest.raises(ConfigError, match=f"add-on '{second}' cannot go with podnet \\+ {first}: .+\\."):
+                check_names(config)
+        else:
+            check_names(config)
+
+
+def test_reasons_name_the_other_add_on() -> None:
+    podnet, joint = find_method("podnet"), find_method("joint")
+    assert "name cofima before it" in (refusal("cofima", podnet, ["ivt", "magmax"]) or "")
+    assert "imm deploys one already" in (refusal("magmax", podnet, ["imm"]) or "")
+    assert "choose one" in (refusal("fisher-merge", podnet, ["cofima"]) or "")
+    assert "joint trains all classes as one task" in (refusal("magmax", joint, []) or "")
+    assert refusal("magmax", podnet, ["ivt", "eopc", "cofima"]) is None
+    assert refusal("eopc", podnet, ["cofima"]) is None
+
+
+@pytest.mark.parametrize(
+    "addons",
+    [
+        ("ivt", "eopc"), ("eopc", "ivt"), ("eopc", "cofima"), ("cofima", "eopc"), ("ivt", "cofima"), ("cofima", "ivt"),
+        ("fisher-merge", "eopc", "ivt"), ("eopc", "magmax"), ("ivt", "cofima", "imm"), ("magmax", "ivt"),
+    ],
+    ids="+".join,
+)  # fmt: skip
+def test_several_run_together(addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+    run = run_on(few, tmp_path, "podnet", *addons)
+    names = [stage.name for stage in run._plan(run.parts.tasks[1])]
+    own = {"eopc": "eopc-path", "cofima": "cofima-fisher", "fisher-merge": "fisher-merge-fisher", "imm": "imm-fisher"}
+    assert names == ["main", "balance", *(own[addon] for addon in addons if addon in own)]
+    assert all(math.isfinite(value) for row in run.matrix() for value in row)

@@ -1,0 +1,65 @@
+"""Every add-on's state survives: broken off at every event, a run ends as the unbroken one does, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from incvec.addons import ADDONS
+from incvec.data import Dataset
+from incvec.engine.run import Run, finish
+from tests.conftest import make_run, quick, same_record, same_weights
+from tests.engine.test_resume import break_after
+
+CASES: dict[str, dict[str, Any]] = {
+    "cofima": quick("podnet", "cofima"),
+    "eopc": quick("podnet", "eopc"),
+    "fisher-merge": quick("finetune", "fisher-merge"),
+    "imm": quick("finetune", "imm"),
+    "imm-mean": quick("finetune", "imm", imm={"moment": "mean"}),
+    "ivt-kernel": quick("podnet", "ivt", ivt={"structure": "kernel", "batchnorm": "recalibrate"}),
+    "ivt-sample": quick("finetune", "ivt", ivt={"first_fisher": "sample", "batchnorm": "interpolate"}),
+    "ivt-reset": quick("finetune", "ivt", ivt={"interval": None, "optimiser_state": "reset"}),
+    "magmax": quick("podnet", "magmax"),
+    "all-at-once": quick("podnet", "ivt", "eopc", "cofima", "magmax"),
+}
+
+
+def test_every_add_on_has_a_case() -> None:
+    assert {addon for case in CASES.values() for addon in case["addons"]} >= set(ADDONS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_broken_off_at_every_event(name: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Run, "_save_due", lambda self: True)  # save at every epoch
+    given = CASES[name]
+    whole = make_run(few, tmp_path / "whole", given)
+    record = finish(whole)
+    out = tmp_path / "broken"
+    breaks = 0
+    while not break_after(make_run(few, out, given), 2 + breaks % 9):
+        breaks += 1
+        assert breaks < 100
+    assert breaks > 5
+    same_record(finish(make_run(few, out, given)), record)
+    for task in range(3):
+        same_weights(whole.snapshot_path(task), out / "snapshots" / f"task-{task:02d}.safetensors")
+
+
+@pytest.mark.parametrize("name", sorted(ADDONS))
+def test_from_a_shared_base_as_from_scratch(name: str, few: Dataset, tmp_path: Path) -> None:
+    """The base task's own stages know nothing of add-ons: whoever trains them, the run ends in the same bits."""
+    given = quick("podnet", name)
+    scratch = make_run(few, tmp_path / "scratch", given)
+    record = finish(scratch)
+    bases = tmp_path / "bases"
+    finish(make_run(few, tmp_path / "plain", quick("podnet"), bases))
+    files = list(bases.glob("*.safetensors"))
+    assert len(files) == 1
+    shared = make_run(few, tmp_path / "shared", given, bases)
+    same_record(finish(shared), record)
+    assert list(bases.glob("*.safetensors")) == files
+    for task in range(3):
+        same_weights(scratch.snapshot_path(task), shared.snapshot_path(task))

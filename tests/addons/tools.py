@@ -1,0 +1,79 @@
+"""What the add-on tests share: runs that are watched while they go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from incvec.contracts import Batch
+from incvec.data import Dataset, ImageSource
+from incvec.engine.run import Run, finish
+from tests.conftest import make_run, quick, weights
+
+Tensors = dict[str, Tensor]
+
+
+def watch(
+    patch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> None:
+    """Call `before` and `after` with the arguments of every call of a method, which itself runs as it is."""
+    original = getattr(owner, name)
+
+    def watched(*arguments: Any, **named: Any) -> Any:
+        if before is not None:
+            before(*arguments, **named)
+        result = original(*arguments, **named)
+        if after is not None:
+            after(*arguments, **named)
+        return result
+
+    patch.setattr(owner, name, watched)
+
+
+def record_batches(patch: pytest.MonkeyPatch) -> list[Batch]:
+    """Every batch that any source hands out from now on."""
+    seen: list[Batch] = []
+    original = ImageSource.fetch
+
+    def fetch(self: ImageSource, *arguments: Any, **named: Any) -> Batch:
+        batch = original(self, *arguments, **named)
+        seen.append(batch)
+        return batch
+
+    patch.setattr(ImageSource, "fetch", fetch)
+    return seen
+
+
+def state_of(model: torch.nn.Module) -> Tensors:
+    """A copy of all a model holds."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def snapshot(run: Run, task: int) -> Tensors:
+    """The deployed model of a task, from the run's files."""
+    prefix = "method/model."
+    found = weights(run.snapshot_path(task))
+    return {name.removeprefix(prefix): t for name, t in found.items() if name.startswith(prefix)}
+
+
+def run_on(data: Dataset, out: Path, method: str, *addons: str, **given: Any) -> Run:
+    """A very short run, turned to its end."""
+    run = make_run(data, out, quick(method, *addons, **given))
+    finish(run)
+    return run
+
+
+def same(a: Tensors, b: Tensors) -> None:
+    """Equal, bit for bit."""
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert torch.equal(tensor, b[name]), name

@@ -1,0 +1,126 @@
+"""LUCIR's losses restated by plain loops, imprinting, what each stage trains, and what is kept of old digits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incvec.data import Dataset
+from incvec.methods.common import extract
+from incvec.methods.lucir import LUCIR, less_forget, margin_ranking
+from incvec.nets import CosineHead
+from tests.conftest import weights
+from tests.methods.endings import ending, finished, old_accuracy, some_batch
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
+
+
+def ranking_by_hand(cosines: list[list[float]], labels: list[int], n_old: int, margin: float, k: int) -> float:
+    hinges = []
+    for row, y in zip(cosines, labels, strict=True):
+        if y < n_old:
+            rivals = sorted(row[n_old:], reverse=True)[:k]
+            hinges += [max(0.0, margin - row[y] + rival) for rival in rivals]
+    return sum(hinges) / len(hinges) if hinges else 0.0
+
+
+def test_less_forget() -> None:
+    new, old = draw(3, 5), draw(3, 5, seed=1)
+    want = sum(1 - cosine(a, b) for a, b in zip(new.tolist(), old.tolist(), strict=True)) / 3
+    assert less_forget(new, old).item() == pytest.approx(want, rel=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_margins_hold_old_samples_apart_from_the_nearest_new_classes(k: int) -> None:
+    cosines, labels, n_old = draw(6, 6).tanh(), [0, 5, 2, 3, 1, 2], 3
+    want = ranking_by_hand(cosines.tolist(), labels, n_old, 0.5, k)
+    got = margin_ranking(cosines, torch.tensor(labels), n_old, 0.5, k)
+    assert got.item() == pytest.approx(want, rel=1e-9)
+    assert want > 0
+
+
+def test_a_batch_without_old_samples_has_no_margin_loss_and_a_finite_gradient() -> None:
+    cosines = draw(4, 5).tanh().requires_grad_()
+    loss = margin_ranking(cosines, torch.tensor([3, 4, 4, 3]), 3, 0.5, 2)
+    (gradient,) = torch.autograd.grad(loss, cosines)
+    assert loss.item() == 0
+    assert torch.count_nonzero(gradient) == 0
+
+
+def test_only_old_samples_are_pulled_by_the_margin() -> None:
+    cosines = draw(4, 5).tanh().requires_grad_()
+    loss = margin_ranking(cosines, torch.tensor([0, 4, 1, 3]), 3, 2.0, 2)
+    (gradient,) = torch.autograd.grad(loss, cosines)
+    assert [bool(row.any()) for row in gradient] == [True, False, True, False]
+
+
+def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
+    method = finished(few, tmp_path, "lucir", lambda_base=3.0, margin=0.9, hard_negatives=1).parts.method
+    assert isinstance(method, LUCIR)
+    assert method.teacher is not None
+    method.eval()
+    batch = some_batch(method)
+    terms = method.loss(batch)
+    output, old = method.model(batch.images), method.teacher(batch.images)
+    head = method.model.head
+    assert isinstance(head, CosineHead)
+    rows = torch.cat([head[t].weight for t in range(3)]).tolist()
+    cosines = [[cosine(f, row) for row in rows] for f in output.features.tolist()]
+    logits = torch.tensor(cosines) * head.scale
+    torch.testing.assert_close(terms["ce"], F.cross_entropy(logits, batch.labels), rtol=1e-4, atol=1e-5)
+    apart = [1 - cosine(a, b) for a, b in zip(output.features.tolist(), old.features.tolist(), strict=True)]
+    # four old classes and two new ones
+    assert terms["forget"].item() == pytest.approx(3 * math.sqrt(4 / 2) * sum(apart) / len(apart), rel=1e-3)
+    want = ranking_by_hand(cosines, batch.labels.tolist(), 4, 0.9, 1)
+    assert terms["margin"].item() == pytest.approx(want, rel=1e-4)
+    assert list(terms) == ["ce", "forget", "margin"]
+
+
+def test_new_rows_are_imprinted(few: Dataset, tmp_path: Path) -> None:
+    method = finished(few, tmp_path, "lucir").parts.method
+    assert isinstance(method, LUCIR)
+    method.begin_task(method.task)
+    blocks = [method.model.head[t].weight for t in range(3)]
+    length = torch.cat(blocks[:2]).norm(dim=1).mean()
+    for row, label in zip(blocks[2], method.task.classes, strict=True):
+        features = extract(method.model, method.world, method.rows_of([label]))
+        mean = torch.stack([f / f.norm() for f in features]).mean(0)
+        torch.testing.assert_close(row, mean / mean.norm() * length, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_old_rows_move_in_the_balanced_stage_only(balanced: bool, few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "lucir", balance_epochs=2 if balanced else 0)
+    first, second = weights(run.snapshot_path(0)), weights(run.snapshot_path(1))
+    rows = "method/model.head.blocks.0.weight"
+    assert torch.equal(first[rows], second[rows]) != balanced
+    assert not torch.equal(first["method/model.head.scale"], second["method/model.head.scale"])
+    stages = run.parts.method.stages(run.parts.tasks[1])
+    assert [stage.name for stage in stages] == (["main", "balance"] if balanced else ["main"])
+    assert second["store/memory"].shape == (4, 3)
+
+
+def test_frozen_rows_are_not_teleported(few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "lucir", "ivt")
+    parts = run.progress.facts[2]["ivt"]
+    assert "head.scale" in parts
+    assert not [part for part in parts if part.startswith("head.blocks")]
+
+
+@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
+def test_keeps_old_digits_where_finetuning_loses_them(addons: tuple[str, ...]) -> None:
+    record, plain = ending("lucir", *addons), ending("finetune")
+    assert record["classifier"] == "cnn"
+    assert old_accuracy(record) > 60
+    assert record["metrics"]["FM"] < plain["metrics"]["FM"] - 40

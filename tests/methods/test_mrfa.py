@@ -1,0 +1,222 @@
+"""MRFA: gradients at the layers, the push along them, the loss, and what it is good for."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from incvec.data import Dataset
+from incvec.engine.run import Run, finish
+from incvec.methods.mrfa import MRFA, by_layer, layer_gradients, pushed, running_statistics
+from incvec.nets import Classifier, LinearHead, build_backbone
+from incvec.presets import preset, resolve
+from tests.conftest import make_run, quick
+
+
+@pytest.fixture
+def model() -> Classifier:
+    """Three classes, and running statistics that are not those of a fresh network."""
+    generator = torch.Generator().manual_seed(0)
+    backbone = build_backbone("tiny", channels=1, generator=generator)
+    model = Classifier(backbone, LinearHead(backbone.width))
+    model.grow(3, generator)
+    with torch.no_grad():
+        model.train()
+        model(torch.randn(16, 1, 8, 8, generator=generator))
+    return model
+
+
+def images(count: int) -> Tensor:
+    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_by_layer_is_the_model_itself_where_nothing_is_disturbed(model: Classifier) -> None:
+    seen = []
+
+    def note(number: int, h: Tensor) -> Tensor:
+        seen.append((number, h.dim()))
+        return h
+
+    model.eval()
+    torch.testing.assert_close(by_layer(model, images(4), note), model(images(4)).logits, rtol=0, atol=0)
+    assert seen == [(0, 4), (1, 4), (2, 2)]  # both stages of the tiny network, then the classifier
+
+
+def test_gradients_are_those_of_the_old_samples_alone(model: Classifier) -> None:
+    x, labels = images(5), torch.tensor([0, 2, 1, 2, 0])
+    old = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
+    found = layer_gradients(model, x, labels, old)
+    chosen = [0, 2, 4]
+    twin = copy.deepcopy(model).eval()
+    first = twin.backbone.stem(x[chosen])
+    second = twin.backbone.stages[0](first)
+    last = twin.backbone.stages[1](second).mean((2, 3))
+    mean = F.cross_entropy(twin.head(last), labels[chosen])
+    for whole, expected in zip(found, torch.autograd.grad(mean, [first, second, last]), strict=True):
+        torch.testing.assert_close(whole[chosen], expected)
+        assert not whole[[1, 3]].any()
+
+
+def test_gradients_leave_no_trace(model: Classifier) -> None:
+    """Neither in the parameters' gradients, nor in the statistics, nor in any layer's mode."""
+    model.backbone.stem.norm.eval()
+    before = copy.deepcopy(model.state_dict())
+    modes = [module.training for module in model.modules()]
+    assert len(set(modes)) == 2
+    layer_gradients(model, images(4), torch.tensor([0, 1, 2, 0]), torch.ones(4))
+    assert all(p.grad is None for p in model.parameters())
+    assert [module.training for module in model.modules()] == modes
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_no_old_sample_means_no_push(model: Classifier) -> None:
+    for gradient in layer_gradients(model, images(3), torch.tensor([0, 1, 2]), torch.zeros(3)):
+        assert gradient.isfinite().all()
+        assert not gradient.any()
+
+
+def test_modes_come_back_after_an_error(model: Classifier) -> None:
+    with pytest.raises(KeyError), running_statistics(model):
+        assert not model.backbone.stem.norm.training
+        raise KeyError
+    assert model.backbone.stem.norm.training
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2, 2), (3, 5)])
+def test_the_push(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(2)
+    h, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    amount = torch.tensor([0.0, 0.01, 0.3])
+    found = pushed(h.requires_grad_(), gradient, amount)
+    for i in range(3):
+        energy = sum(value**2 for value in h[i].flatten().tolist())
+        torch.testing.assert_close(found[i], h[i] + float(amount[i]) * energy * gradient[i])
+    (back,) = torch.autograd.grad(found.sum(), h)
+    assert torch.equal(back, torch.ones(shape))  # nothing flows through the norm
+
+
+def second_task(few: Dataset, out: Path, **options: Any) -> MRFA:
+    """A method in the middle of its second task."""
+    run = make_run(few, out, quick("mrfa", mrfa=options))
+    for event in run.events():
+        if run.position[0] == 1 and type(event).__name__ == "EpochEnded":
+            break
+    method = run.parts.method
+    assert isinstance(method, MRFA)
+    return method
+
+
+def pushed_logits(model: Classifier, x: Tensor, gradients: tuple[Tensor, ...], layer: Tensor, u: Tensor) -> Tensor:
+    """One image after the other in eval mode, pushed by a hook before the module of its layer."""
+    modules = [*model.backbone.stages, model.head]
+    rows = []
+    for i in range(len(x)):
+        number = int(layer[i])
+
+        def hook(module: Any, given: tuple[Tensor], i: int = i, number: int = number) -> tuple[Tensor]:
+            h = given[0]
+            return (h + 0.5 * u[i] * float(h.detach().norm()) ** 2 * gradients[number][i : i + 1],)
+
+        handle = modules[number].register_forward_pre_hook(hook)
+        rows.append(model(x[i : i + 1]).logits)
+        handle.remove()
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kind", ["scheduled", "sum"])
+def test_the_loss_of_an_increment(kind: str, few: Dataset, tmp_path: Path) -> None:
+    """Student and teacher pushed image by image through hooks, the terms summed up by hand."""
+    method = second_task(few, tmp_path, strength=0.5, distillation=kind)
+    assert isinstance(method.teacher, Classifier)
+    method.eval()  # so that no image sees another
+    rows = torch.cat([method.rows_of([0, 1])[::20], method.rows_of([2, 3])[::20]])
+    batch = method.world.train.fetch(rows, None, ("test",))
+    method.world.generator.manual_seed(3)
+    terms = method.loss(batch)
+    generator = method.world.generator.manual_seed(3)
+    layer = torch.randint(3, (len(rows),), generator=generator)
+    u = torch.rand(len(rows), generator=generator) * (batch.labels < 2)
+    gradients = layer_gradients(method.model, batch.images, batch.labels, (batch.labels < 2).float())
+    logits = pushed_logits(method.model, batch.images, gradients, layer, u)
+    targets = pushed_logits(method.teacher, batch.images, gradients, layer, u)
+    plain = method.model(batch.images).logits
+    assert not torch.allclose(logits[batch.labels < 2], plain[batch.labels < 2], rtol=1e-3)
+    torch.testing.assert_close(logits[batch.labels >= 2], plain[batch.labels >= 2])
+    ce = kd = 0.0
+    for z, target, y in zip(logits, targets, batch.labels, strict=True):
+        ce += (z.logsumexp(0) - z[y]).item() / len(rows)
+        p, q = F.softmax(target / 2, 0).tolist(), F.softmax(z[:2] / 2, 0).tolist()
+        kd += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / len(rows)
+    weights = {"scheduled": (2 * (1 - 2 / 4), 2 / 4), "sum": (1, 1)}[kind]
+    assert terms["ce"].item() == pytest.approx(weights[0] * ce, rel=1e-4)
+    assert terms["kd"].item() == pytest.approx(weights[1] * kd, rel=1e-3, abs=1e-6)
+
+
+def test_the_push_makes_old_samples_harder(few: Dataset, tmp_path: Path) -> None:
+    method = second_task(few, tmp_path, strength=0.3)
+    method.eval()
+    batch = method.world.train.fetch(method.rows_of([0, 1]), None, ("test",))
+    push = method.pushes(batch)
+    with torch.no_grad():
+        harder = F.cross_entropy(by_layer(method.model, batch.images, push), batch.labels)
+        plain = F.cross_entropy(method.model(batch.images).logits, batch.labels)
+    assert harder > plain
+
+
+def test_replay_alone_keeps_no_teacher(few: Dataset, tmp_path: Path) -> None:
+    method = second_task(few, tmp_path, distillation="none")
+    assert method.teacher is None
+    assert set(method.loss(method.world.train.fetch(method.rows_of([1, 2])[:6], None, ("test",)))) == {"ce"}
+
+
+def test_memory_and_classifiers_over_the_tasks(few: Dataset, tmp_path: Path) -> None:
+    run = make_run(few, tmp_path, quick("mrfa"))
+    record = finish(run)
+    assert list(record["classifiers"]) == ["cnn", "nme"]
+    assert record["classifier"] == "cnn"
+    memory = run.parts.method.store["memory"]
+    assert memory.shape == (6, 3)
+    labels = run.parts.world.train.labels
+    assert torch.equal(labels[memory], torch.arange(6)[:, None].expand(6, 3))
+
+
+def test_runs_in_mixed_precision(few: Dataset, tmp_path: Path) -> None:
+    assert finish(make_run(few, tmp_path, quick("mrfa", "ivt", precision="bf16")))["metrics"]["AA"] > 0
+
+
+SHORT = {"dataset": "digits", "base_classes": 5, "tasks": 1}
+FEWER = {"epochs": 8, "milestones": [5, 7]}
+
+
+@pytest.fixture(scope="module")
+def forgotten(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> float:
+    given = {"method": "finetune", "finetune": FEWER, **SHORT}
+    return float(finish(Run(resolve(given), digits, tmp_path_factory.mktemp("finetune")))["metrics"]["FM"])
+
+
+@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
+def test_keeps_old_digits(addons: tuple[str, ...], digits: Dataset, tmp_path: Path, forgotten: float) -> None:
+    record = finish(Run(resolve({"method": "mrfa", "addons": addons, "mrfa": FEWER, **SHORT}), digits, tmp_path))
+    old, new = record["accuracy"][-1]
+    assert old > 60
+    assert new > 60
+    assert record["metrics"]["FM"] < forgotten - 30
+
+
+def test_presets() -> None:
+    assert preset("mrfa", "cifar100") == {}
+    o = resolve({"method": "mrfa", "dataset": "cifar100"}).options("mrfa", MRFA.Options)
+    assert (o.net, o.epochs, o.milestones, o.lr, o.batch_size, o.memory) == (
+        "resnet32-pycil", 160, (80, 120), 0.1, 128, 20,
+    )  # fmt: skip
+    assert (o.weight_decay, o.base_weight_decay) == (2e-4, 5e-4)
+    authors = preset("mrfa", "cifar100", "authors")
+    assert (authors["base_epochs"], authors["epochs"], authors["memory_total"]) == (200, 170, 2000)

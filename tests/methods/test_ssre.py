@@ -1,0 +1,204 @@
+"""SSRE: adapters that fold without a trace, weights by likeness, and prototypes in place of exemplars."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from incvec.data import Dataset
+from incvec.engine.run import Run
+from incvec.methods.common import exchange_convs, extract
+from incvec.methods.ssre import SSRE, AdaptedConv, likeness, weighted_cross_entropy, weighted_distillation
+from incvec.presets import preset
+from tests.conftest import make_run, quick
+from tests.methods.conftest import ShortRun
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def adapted(stride: int = 1) -> AdaptedConv:
+    conv = AdaptedConv(3, 4, 3, stride, 1, bias=False)
+    with torch.no_grad():
+        conv.weight.copy_(torch.randn(4, 3, 3, 3, generator=generator(1)))
+        conv.attach()
+        assert conv.adapter is not None
+        conv.adapter.copy_(torch.randn(4, 3, 1, 1, generator=generator(2)))
+    return conv
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_an_adapter_is_a_parallel_1x1_convolution(stride: int) -> None:
+    conv = adapted(stride)
+    assert conv.adapter is not None
+    x = torch.randn(2, 3, 6, 6, generator=generator(3))
+    apart = F.conv2d(x, conv.weight, stride=stride, padding=1) + F.conv2d(x, conv.adapter, stride=stride)
+    torch.testing.assert_close(conv(x), apart)
+
+
+def test_folding_changes_no_output_and_starts_the_adapter_again() -> None:
+    conv = adapted()
+    assert conv.adapter is not None
+    x = torch.randn(2, 3, 6, 6, generator=generator(3))
+    before, kernel = conv(x), conv.weight.detach().clone()
+    middle = conv.adapter.detach().clone()
+    parameter = conv.adapter
+    conv.fold()
+    assert torch.equal(conv(x), before)
+    assert conv.adapter is parameter
+    assert torch.count_nonzero(conv.adapter) == 0
+    kernel[:, :, 1, 1] += middle[:, :, 0, 0]
+    assert torch.equal(conv.weight, kernel)
+
+
+def test_without_an_adapter_it_is_a_plain_convolution() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.Conv2d(4, 4, 1))
+    x = torch.randn(2, 3, 6, 6, generator=generator(3))
+    expected, names, objects = plain(x), list(plain.state_dict()), [id(p) for p in plain.parameters()]
+    state = torch.get_rng_state()
+    exchange_convs(plain, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert isinstance(plain[0], AdaptedConv)
+    assert type(plain[1]) is nn.Conv2d
+    assert list(plain.state_dict()) == names
+    assert [id(p) for p in plain.parameters()] == objects
+    assert torch.equal(plain(x), expected)
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
+
+
+FEATURES = [[1.0, 2.0], [3.0, -1.0], [-2.0, -1.0]]
+OLD = [[1.5, 2.0], [3.0, 1.0], [-2.0, -1.0]]
+PROTOTYPES = [[2.0, 1.0], [0.0, 3.0]]
+
+
+def test_likeness_is_the_largest_cosine_to_a_prototype_without_gradient() -> None:
+    features = torch.tensor(FEATURES, requires_grad=True)
+    s = likeness(features, torch.tensor(PROTOTYPES))
+    expected = [max(0.0, *(cosine(f, p) for p in PROTOTYPES)) for f in FEATURES]
+    assert expected[2] == 0  # turned away from both
+    torch.testing.assert_close(s, torch.tensor(expected))
+    assert not s.requires_grad
+
+
+def test_loss_terms_against_plain_sums() -> None:
+    logits, labels, s = [[1.0, 0.5, -1.0], [0.2, 0.1, 0.3]], [0, 2], [0.25, 0.9]
+    total = 0.0
+    for z, y, weight in zip(logits, labels, s, strict=True):
+        scaled = [value / 0.1 for value in z]
+        total += (1 - weight) * (math.log(sum(math.exp(v) for v in scaled)) - scaled[y])
+    found = weighted_cross_entropy(torch.tensor(logits), torch.tensor(labels), torch.tensor(s), 0.1)
+    assert math.isclose(found.item(), total / 2, rel_tol=1e-5)
+    weights = [0.5, 0.2, 0.7]
+    far = sum(w * math.dist(a, b) for w, a, b in zip(weights, FEATURES, OLD, strict=True))
+    found = weighted_distillation(torch.tensor(FEATURES), torch.tensor(OLD), torch.tensor(weights))
+    assert math.isclose(found.item(), far, rel_tol=1e-6)
+
+
+def test_equal_features_have_a_finite_gradient() -> None:
+    features = torch.tensor(FEATURES, requires_grad=True)
+    weighted_distillation(features, torch.tensor(FEATURES), torch.ones(3)).backward()
+    assert features.grad is not None
+    assert torch.equal(features.grad, torch.zeros(3, 2))
+
+
+def run_to_task(run: Run, tasks: int) -> SSRE:
+    """Turn the run until that many tasks are done."""
+    for _ in run.events():
+        if run.position[0] == tasks:
+            break
+    method = run.parts.method
+    assert isinstance(method, SSRE)
+    return method
+
+
+def test_state_over_two_tasks(few: Dataset, tmp_path: Path) -> None:
+    run = make_run(few, tmp_path, quick("ssre"))
+    method = run_to_task(run, 1)
+    assert method.store["prototypes"].shape == (2, 8)
+    assert all(conv.adapter is None for conv in method.adapted().values())
+    first = method.store["prototypes"].clone()
+    before = {name: value.clone() for name, value in method.model.state_dict().items()}
+    method = run_to_task(make_run(few, tmp_path, quick("ssre")), 2)
+    assert len(method.adapted()) == 5  # the stem's and two in each block
+    assert torch.equal(method.store["prototypes"][:2], first)
+    for conv in method.adapted().values():
+        assert conv.adapter is not None
+        assert torch.count_nonzero(conv.adapter) == 0
+    moved = set()
+    for name, value in method.model.state_dict().items():
+        if name in before and not torch.equal(before[name], value):
+            moved.add(name)
+            if "head" not in name:
+                change = value - before[name]
+                assert torch.count_nonzero(change[:, :, 1, 1]) > 0
+                change[:, :, 1, 1] = 0
+                assert torch.count_nonzero(change) == 0, name
+    convs = {f"{name.removeprefix('model.')}.weight" for name in method.adapted()}
+    assert moved == convs | {"head.blocks.0.weight", "head.blocks.0.bias"}  # neither norms nor their statistics
+    rows = method.rows_of([2, 3])
+    features, labels = extract(method.model, method.world, rows), method.world.train.labels[rows]
+    for c in (2, 3):
+        torch.testing.assert_close(method.store["prototypes"][c], features[labels == c].mean(0))
+
+
+def test_an_increment_trains_adapters_and_classifier_alone(few: Dataset, tmp_path: Path) -> None:
+    run = make_run(few, tmp_path, quick("ssre"))
+    method = run_to_task(run, 1)
+    task = run.parts.tasks[1]
+    stage = method.stages(task)[0]
+    assert stage.batchnorm == "frozen"
+    names = stage.groups[0].prefixes
+    assert "model.head" in names
+    assert {n for n in names if n != "model.head"} == {f"{n}.adapter" for n in method.adapted()}
+
+
+def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
+    """Its three terms, put together from the pieces by hand, on a method in the middle of its second task."""
+    run = make_run(few, tmp_path, quick("ssre"))
+    for event in run.events():
+        if run.position[:2] == (1, 0) and type(event).__name__ == "EpochEnded":
+            break
+    method = run.parts.method
+    assert isinstance(method, SSRE)
+    assert method.teacher is not None
+    method.eval()
+    batch = method.world.train.fetch(method.rows_of([2, 3])[:7], None, ("test",))
+    method.world.generator.manual_seed(3)
+    terms = method.loss(batch)
+    method.world.generator.manual_seed(3)
+    drawn = torch.randint(2, (7,), generator=method.world.generator)
+    output, old = method.model(batch.images), method.teacher(batch.images).features
+    prototypes = method.store["prototypes"]
+    ce = kept = 0.0
+    for f, g, z, y in zip(output.features, old, output.logits, batch.labels, strict=True):
+        s = max(0.0, *(F.cosine_similarity(f, p, dim=0).item() for p in prototypes))
+        ce += (1 - s) * F.cross_entropy(z / 0.1, y).item() / 7
+        kept += s * torch.dist(f, g).item()
+    remembered = F.cross_entropy(method.model.head(prototypes[drawn]) / 0.1, drawn).item()
+    assert math.isclose(terms["ce"].item(), ce, rel_tol=1e-4)
+    assert math.isclose(terms["distil"].item(), kept, rel_tol=1e-3, abs_tol=1e-4)
+    assert math.isclose(terms["prototypes"].item(), 10 * remembered, rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
+def test_keeps_old_digits_where_finetuning_loses_them(
+    addons: tuple[str, ...], short_run: ShortRun, forgotten: float
+) -> None:
+    record = short_run("ssre", *addons)
+    assert record["accuracy"][-1][0] > 60
+    assert record["accuracy"][-1][1] > 50
+    assert record["metrics"]["FM"] < forgotten - 30
+
+
+def test_presets_differ_as_the_settings_do() -> None:
+    assert preset("ssre", "cifar100") == {}
+    assert preset("ssre", "cifar100", "authors")["net"] == "resnet18-cifar"
