@@ -124,16 +124,16 @@ def sweep(
             console.print(f"{state:6} {folder}  (device {config.device}, engine {config.engine})")
         return 0
     device = pick_device(planned[0][1].device)
-    data: dict[str, Dataset] = {}
+    data: dict[tuple[str, int | None], Dataset] = {}
     for _, config in planned:
-        if config.dataset not in data:
+        if (config.dataset, config.image_size) not in data:
             loaded = load_dataset(config.dataset, data_root, size=config.image_size)
-            data[config.dataset] = replace(  # one copy on the device for all runs
+            data[config.dataset, config.image_size] = replace(  # one copy on the device for all runs
                 loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
             )
 
     def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
-        return lambda: Run(config, data[config.dataset], out / folder, out / "bases")
+        return lambda: Run(config, data[config.dataset, config.image_size], out / folder, out / "bases")
 
     many = at_once or default_at_once(device, [config for _, config in planned])
     rows = [Row(folder) for folder, _ in planned]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from incvec.addons.cofima import CoFiMA, CoFiMAOptions
-from incvec.addons.fisher_merge import FisherMerge
+from incvec.addons.fisher_merge import FisherMerge, FisherMergeOptions
 from incvec.addons.merging import FisherReplace
 from incvec.contracts import Task
 from incvec.data import Dataset
@@ -95,8 +95,9 @@ def test_fisher_merge_is_the_mean_over_all_tasks(few: Dataset, tmp_path: Path, m
         for name, value in rows[task]["merged"].items():
             having = [row for row in past if name in row["new"]]
             if name in rows[0]["fisher"] or name.startswith("head"):
-                above = sum(row["fisher"][name].double() * row["new"][name].double() for row in having)
-                below = sum(row["fisher"][name].double() for row in having)
+                products = [row["fisher"][name].double() * row["new"][name].double() for row in having]
+                above = torch.stack(products).sum(0)
+                below = torch.stack([row["fisher"][name].double() for row in having]).sum(0)
                 wanted = torch.where(below > 0, above / below, rows[task]["new"][name].double())
             else:
                 wanted = torch.stack([row["new"][name].double() for row in having]).mean(0)
@@ -105,8 +106,8 @@ def test_fisher_merge_is_the_mean_over_all_tasks(few: Dataset, tmp_path: Path, m
 
 
 def test_clipping_is_of_fisher_merge_only_where_asked_for() -> None:
-    assert CoFiMAOptions().clip == 1e-4
-    assert FisherMerge.Options().clip is None
+    assert CoFiMAOptions.model_fields["clip"].default == 1e-4
+    assert FisherMergeOptions.model_fields["clip"].default is None
 
 
 @pytest.mark.parametrize(("name", "kind"), [("cofima", CoFiMA), ("fisher-merge", FisherMerge)])
@@ -115,6 +116,7 @@ def test_training_goes_on_from_the_merge(
 ) -> None:
     rows = record_merges(monkeypatch, kind)
     run = run_on(few, tmp_path, "finetune", name)
+    assert {key.partition("/")[0] for key in run.parts.addons[0].state()} == {"fisher", "share"}  # between tasks
     for task in range(3):
         same(snapshot(run, task), rows[task]["merged"])  # deployed is what was merged
     for task in (1, 2):

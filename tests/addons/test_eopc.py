@@ -92,7 +92,7 @@ def test_noise_is_across_the_tangent_and_as_long_as_asked() -> None:
 
 
 def test_layout_goes_there_and_back() -> None:
-    tensors = {"a": draws(3, 100), "b": draws(()).reshape(()), "c": draws(512), "d": draws(2, 3, 3, 3)}
+    tensors = {"a": draws(3, 100), "b": draws(1).reshape(()), "c": draws(512), "d": draws(2, 3, 3, 3)}
     layout = Layout(tensors)
     matrix = layout.pack(tensors)
     assert matrix.shape == (2 + 1 + 2 + 1, 256)
@@ -263,8 +263,9 @@ def test_the_path_begins_at_the_model_before(
             assert start[new].std().item() == pytest.approx(1 / math.sqrt(rows), rel=0.4)
 
 
+@pytest.mark.parametrize("method", ["podnet", "mrfa"])
 def test_the_network_rests_while_the_path_is_trained(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Tensors] = []
     rows: list[int] = []
@@ -280,7 +281,7 @@ def test_the_network_rests_while_the_path_is_trained(
 
     watch(monkeypatch, EOPC, "begin_stage", after=begin)
     watch(monkeypatch, EOPC, "end_stage", before=end)
-    run_on(few, tmp_path, "podnet", "eopc")
+    run_on(few, tmp_path, method, "eopc")
     assert rows == [4, 6]  # exemplars of all classes seen
 
 

@@ -61,8 +61,9 @@ def diagonal(row: dict[str, Any], name: str) -> Tensor:
     """anchor + (A + F) / (2 A + F) (theta - anchor), where A = 0: theta."""
     a, f = row["past"][name].double(), row["fisher"][name].double()
     s = torch.where(a > 0, (a + f) / (2 * a + f), torch.ones_like(a))
-    anchor = row["anchor"][name].double()
-    return anchor + s * (row["before"][name].double() - anchor)
+    anchor: Tensor = row["anchor"][name].double()
+    wanted: Tensor = anchor + s * (row["before"][name].double() - anchor)
+    return wanted
 
 
 @pytest.mark.parametrize("method", sorted(name for name in METHODS if not find_method(name).joint))
@@ -243,7 +244,7 @@ def test_recalibrated_statistics(few: Dataset, tmp_path: Path, monkeypatch: pyte
     def end(self: IVTAddOn, task: Task, stage: Stage) -> None:
         if stage.owner != "ivt":
             return
-        stem = self.method.model.backbone.stem
+        stem: Any = self.method.model.backbone.stem  # type: ignore[union-attr]
         with torch.no_grad():
             inputs = [stem.conv(batch.images) for batch in batches]
         means = torch.stack([x.mean((0, 2, 3)) for x in inputs]).mean(0)

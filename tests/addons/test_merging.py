@@ -68,6 +68,16 @@ def test_local_cross_entropy_runs_over_the_samples_own_side() -> None:
     assert torch.allclose(local_cross_entropy(logits, labels, 0), F.cross_entropy(logits, labels))
 
 
+@pytest.mark.parametrize("dataset", ["cifar100", "digits"])
+def test_the_local_variant_of_finetune_is_what_is_merged(dataset: str) -> None:
+    given = {"method": "finetune", "addons": ["magmax"], "dataset": dataset}
+    assert resolve(given).sections["finetune"]["loss_over"] == "seen"
+    local = resolve({**given, "variant": "local"}).sections["finetune"]
+    assert local["loss_over"] == "new"
+    if dataset == "cifar100":
+        assert (local["optimiser"], local["lr"], local["epochs"]) == ("adam", 1e-3, 100)
+
+
 def test_state_goes_flat_and_comes_back() -> None:
     state = flat(anchor={"a.b": torch.ones(2)}, fisher={"a.b": torch.zeros(()), "c": torch.ones(1)})
     assert list(state) == ["anchor/a.b", "fisher/a.b", "fisher/c"]

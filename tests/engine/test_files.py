@@ -71,7 +71,7 @@ def broken_off(few: Dataset, out: Path, given: dict[str, Any]) -> Run:
 
 
 def test_a_checkpoint_of_another_configuration(few: Dataset, tmp_path: Path) -> None:
-    run = broken_off(few, tmp_path / "run", quick("podnet"))
+    run = broken_off(few, tmp_path / "run", quick("podnet", podnet={"lambda_flat": 1.0}))
     before = run.checkpoint_path.read_bytes()
     other = make_run(few, tmp_path / "run", quick("podnet", podnet={"lambda_flat": 2.0}))
     with pytest.raises(CheckpointError, match=r"podnet.lambda_flat: 1.0 -> 2.0"):
@@ -94,12 +94,18 @@ def test_a_truncated_checkpoint(few: Dataset, tmp_path: Path) -> None:
     assert len(run.checkpoint_path.read_bytes()) == len(content) // 2
 
 
+def fill_up(handle: int) -> None:
+    """What a full disk answers."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"x")
+
+
 def test_a_disk_that_fills_up_during_a_run(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = quick("podnet")
     run = broken_off(few, tmp_path / "run", given)
     before = run.checkpoint_path.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("incvec.engine.files.os.fsync", lambda handle: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+        patch.setattr("incvec.engine.files.os.fsync", fill_up)
         with pytest.raises(CheckpointError, match="intact"):
             finish(make_run(few, tmp_path / "run", given))
     assert run.checkpoint_path.read_bytes() == before

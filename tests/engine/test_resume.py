@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from incvec.addons import ADDONS
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine import run as run_module
@@ -42,10 +40,6 @@ def break_after(run: Run, count: int) -> bool:
         if number == count:
             return False
     return True
-
-
-def positions(run: Run) -> Iterator[int]:
-    yield from (n for n, event in enumerate(run.events()) if not isinstance(event, ev.Tick))
 
 
 @pytest.mark.usefixtures("save_always")
@@ -196,7 +190,3 @@ def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monk
         else:
             pytest.fail("the run never came to its end")
     same_record(again, record)
-
-
-def test_addon_names_are_known() -> None:
-    assert "ivt" in ADDONS

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incvec.contracts import Batch, Task
-from incvec.data import Dataset, ImageSource
+from incvec.contracts import Batch, Task, World
+from incvec.data import Dataset, ImageSource, Views
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
-from incvec.methods.mnemonics import Mnemonics, ScaledConv, nearest_mean_loss, to_pixels
+from incvec.methods.mnemonics import Mnemonics, MnemonicsOptions, ScaledConv, nearest_mean_loss, to_pixels
 from incvec.presets import preset
 from tests.conftest import make_run, quick
 from tests.methods.conftest import ShortRun
@@ -190,7 +190,7 @@ def test_the_loss_of_the_exemplars(few: Dataset, tmp_path: Path) -> None:
             if c < 2:  # an old class: its exemplars' directions
                 means.append(F.normalize(own, dim=1).mean(0))
             else:
-                mine = method.auxiliary["exemplars"][3 * (c - 2) : 3 * (c - 1)]
+                mine = method.exemplar_images()[3 * (c - 2) : 3 * (c - 1)]
                 torch.testing.assert_close(mine, images)  # nothing has been trained yet
                 means.append(own.mean(0))
         cosines = torch.stack([F.cosine_similarity(features, m[None], dim=1) for m in means], 1)
@@ -207,6 +207,25 @@ def test_only_the_exemplars_get_a_gradient(few: Dataset, tmp_path: Path) -> None
     with torch.no_grad():
         exemplars -= 0.1 * gradient / gradient.norm()
     assert method.exemplar_loss(batch)["means"] < before
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_gradients_lie_as_the_exemplars_do(channels: int) -> None:
+    """Fused optimisers walk parameter and gradient alike, but a network may work in another memory format."""
+    views = Views(0, False, 0.0, [0.5] * channels, [0.5] * channels)
+    source = ImageSource(torch.zeros(4, channels, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1]), views)
+    task = Task(0, 0, 2, 1)
+    world = World(torch.device("cpu"), (task,), {"train": source}, generator(), (channels, 8, 8))
+    method = Mnemonics(MnemonicsOptions.model_validate({"net": "tiny", "memory": 2}), world)
+    method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    method.task = task
+    method.grow(task)
+    method.store["means"] = torch.zeros(0, 8)
+    with torch.no_grad():
+        method.auxiliary["exemplars"].normal_(generator=generator(1))
+    batch = source.fetch(torch.arange(4), None, ("test",))
+    (gradient,) = torch.autograd.grad(method.exemplar_loss(batch)["means"], method.auxiliary["exemplars"])
+    assert gradient.stride() == method.auxiliary["exemplars"].stride()
 
 
 @pytest.mark.parametrize("host", ["icarl", "lucir"])

@@ -84,9 +84,13 @@ def test_no_old_sample_means_no_push(model: Classifier) -> None:
 
 
 def test_modes_come_back_after_an_error(model: Classifier) -> None:
-    with pytest.raises(KeyError), running_statistics(model):
-        assert not model.backbone.stem.norm.training
-        raise KeyError
+    def fail() -> None:
+        with running_statistics(model):
+            assert not model.backbone.stem.norm.training
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert model.backbone.stem.norm.training
 
 

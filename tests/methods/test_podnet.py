@@ -120,7 +120,7 @@ def test_the_teacher_is_the_model_before(few: Dataset, tmp_path: Path) -> None:
     before = turned(few, tmp_path / "a", 0)
     after = turned(few, tmp_path / "b", 1)
     assert after.teacher is not None
-    want = {name: tensor for name, tensor in before.model.state_dict().items()}
+    want = before.model.state_dict()
     got = after.teacher.state_dict()
     assert want.keys() == got.keys()
     assert all(torch.equal(want[name], got[name]) for name in want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_the_store_over_three_tasks(host: str, radius: str, few: Dataset, tmp_pa
         assert state["store/prototypes"].shape == (n_seen, 8)
         counted = state["store/spread"][: 2 if radius == "base" else n_seen]
         torch.testing.assert_close(state["store/radius"], counted.mean().sqrt())
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         n_old = len(before["store/spread"])
         assert torch.equal(after["store/spread"][:n_old], before["store/spread"])
         old, new = before["store/prototypes"], after["store/prototypes"][:n_old]

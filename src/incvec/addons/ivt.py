@@ -95,6 +95,7 @@ class IVTAddOn(AddOn):
             return None
         if stage.name == "ivt-fisher":
             self._anchor()
+            self.buffers = {name: buffer.clone() for name, buffer in self._statistics()}  # measuring changes nothing
         else:
             self.sums = {name: torch.zeros_like(buffer) for name, buffer in self._statistics()}
             self.sums["count"] = torch.zeros((), device=self.world.device)
@@ -175,6 +176,10 @@ class IVTAddOn(AddOn):
                 buffer.copy_(old + s * (buffer - old))
 
     def end_stage(self, task: Task, stage: Stage) -> None:
+        if stage.name == "ivt-fisher":
+            for name, buffer in self._statistics():
+                buffer.copy_(self.buffers[name])
+            self.buffers = {}
         if stage.name == "ivt-recalibrate":
             for name, module in self._norms().items():
                 module.momentum = 0.1

@@ -32,6 +32,10 @@ def _hash(tensor: Tensor) -> str:
     return hashlib.blake2b(plain.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
 
 
+def _text_hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` whole or not at all."""
     temporary = ""
@@ -41,6 +45,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
+            os.fchmod(file.fileno(), 0o644)  # a temporary file is its owner's alone; others may share a base
             os.fsync(file.fileno())
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -59,7 +64,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def sweep_temporaries(folder: Path) -> None:
     """Remove what a killed write left behind."""
-    for leftover in folder.glob(".*.safetensors.*"):
+    for leftover in [*folder.glob(".*.safetensors.*"), *folder.glob(".record.json.*")]:
         with contextlib.suppress(OSError):
             leftover.unlink()
 
@@ -74,14 +79,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, 
 def _write_plain(path: Path, plain: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     hashes = {name: _hash(tensor) for name, tensor in plain.items()}
     text = json.dumps({"format": FORMAT, "hashes": hashes, **meta})
-    write_bytes(path, save(dict(plain), metadata={"incvec": text}))
+    write_bytes(path, save(dict(plain), metadata={"incvec": text, "hash": _text_hash(text)}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `write_tensors` wrote, every hash checked."""
     try:
         with safe_open(path, framework="pt") as file:
-            meta = json.loads((file.metadata() or {}).get("incvec", "{}"))
+            header = file.metadata() or {}
+            text = header.get("incvec", "{}")
+            if _text_hash(text) != header.get("hash"):
+                raise ValueError("its metadata do not match their hash")
+            meta = json.loads(text)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(

@@ -35,6 +35,8 @@ def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Iterator[tuple[int,
             active[number] = make[number]().events()
         idle = True
         for number, events in list(active.items()):
+            if number in blocked and len(active) - len(blocked) >= at_once:
+                continue  # its place is taken; it asks for its base again when there is one
             try:
                 event = next(events)
             except StopIteration:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from incvec.engine.build import Parts, build, code_version, pick_device
 from incvec.engine.evaluate import correct_by_class
 from incvec.engine.files import Writer, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.engine.seeds import derive
-from incvec.engine.shared import BaseFile, base_key
+from incvec.engine.shared import BaseFile, Lock, base_key
 from incvec.engine.stage import StageLoop, capture
 from incvec.errors import CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
@@ -47,6 +48,7 @@ class Progress:
     task_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
+    base: dict[str, Any] = field(default_factory=dict)  # whether the base task's weights came from another run
 
 
 class Run:
@@ -68,8 +70,8 @@ class Run:
         self._last_write = (0.0, 0.0)  # when, and how long it took
         self._writer = Writer()
         self._clock = time.monotonic()
-        self._pool: Any = None
-        self._done_work = 0.0
+        self._later_notice = ""
+        self._lock = Lock(out / ".lock")
         self._work_start: tuple[float, float] | None = None
         self._rows_seen: dict[tuple[bool, str], float] = {}
 
@@ -115,10 +117,13 @@ class Run:
             yield ev.Finished(record, str(self.record_path), already=True)
             return
         self.parts = build(self.config, self.dataset, self.generator, self.device)
-        if self.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
+        if not self._lock.acquire():
+            raise CheckpointError(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
         try:
             resumed = self._resume()
+            if self._later_notice:
+                self._note(self._later_notice)
+                yield ev.Notice(self._later_notice)
             yield ev.Started(self.name, len(self.parts.tasks), self.parts.engine, str(self.device), resumed)
             yield from self._reach_base()
             while self.position[0] < len(self.parts.tasks):
@@ -134,22 +139,47 @@ class Run:
                 self._writer.wait()
             if self.base is not None:
                 self.base.release()
+            self._lock.release()
 
     def _resume(self) -> str | None:
         sweep_temporaries(self.out)
+        sweep_temporaries(self.out / "snapshots")
         if self.checkpoint_path.exists():
             tensors, meta = read_tensors(self.checkpoint_path)
             self._same_config(meta["config"], self.checkpoint_path)
+            if meta["fingerprint"] != self.dataset.fingerprint:
+                raise CheckpointError(f"{self.checkpoint_path} was made with other images; move it away to start anew.")
+            if meta["code"] != code_version(self.config.method):
+                self._later_notice = "the program has changed since the checkpoint this run goes on from"
             self._load(tensors, meta)
             task, stage, epoch = self.position
             return f"task {task + 1}, stage {stage + 1}, epoch {epoch}"
         if self.config.start:
             tensors, meta = read_tensors(Path(self.config.start))
-            if meta.get("kind") != "snapshot":
-                raise CheckpointError(f"{self.config.start} is not a snapshot of a task.")
-            self._load(tensors, meta, addons=meta["config"]["addons"] == list(self.config.addons))
+            self._check_start(meta)
+            trained = {name.removeprefix("trained/"): t for name, t in tensors.items() if name.startswith("trained/")}
+            plain = {name: t for name, t in tensors.items() if not name.startswith("trained/")}
+            self._load(plain | {f"method/model.{name}": t for name, t in trained.items()}, meta)
             return f"snapshot {self.config.start}"
         return None
+
+    def _check_start(self, meta: Mapping[str, Any]) -> None:
+        """A run may begin at another's snapshot where both have the same past: network, classes, add-ons."""
+        where = f"{self.config.start} cannot be begun at"
+        if meta.get("kind") != "snapshot":
+            raise CheckpointError(f"{where}: it is not a snapshot of a task.")
+        other, seen = meta["config"], self.parts.tasks[meta["grown"]].n_seen
+        net, method = self.config.sections[self.config.method].get("net"), self.config.method
+        if (other["method"], other.get(other["method"], {}).get("net")) != (method, net):
+            raise CheckpointError(f"{where}: it is of {other['method']}, this run is {method} with {net}.")
+        if meta["class_order"][:seen] != self.parts.order[:seen] or meta["fingerprint"] != self.dataset.fingerprint:
+            raise CheckpointError(f"{where}: its classes so far, or their images, are not this run's.")
+        lacking = [name for name in self.config.addons if name not in other["addons"]]
+        if lacking:
+            raise CheckpointError(
+                f"{where}: its run had no add-on {', '.join(lacking)}, whose memory of the tasks so far is missing. "
+                f"Begin at a snapshot of a run with {', '.join(self.config.addons)}."
+            )
 
     def _same_config(self, saved: Mapping[str, Any], where: Path) -> None:
         rows = differences(self.config.resolved(), saved)
@@ -160,18 +190,23 @@ class Run:
             )
 
     def _reach_base(self) -> Iterator[ev.Event]:
-        """Load the shared base where there is one, wait where another run trains it, or take its lock."""
+        """Load the shared base where there is one, wait where another run trains it, or take its lock.
+
+        A run that has begun its base goes on with its own: loading is for runs that have nothing yet.
+        """
         own = len(self.parts.method.stages(self.parts.tasks[0]))
-        if self.bases is None or self.position >= (0, own, 0):
+        if self.bases is None or self.position > (0, own, 0):
             return
         self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts))
         while not self.base.acquire():
             yield ev.Tick(waiting=True, blocked=True)
-        if self.base.exists():
-            tensors, meta = read_tensors(self.base.path)
+        sweep_temporaries(self.bases)
+        if self.base.exists() and self.position == (0, 0, 0):
+            tensors, meta = read_tensors(self.base.file)
             self._load(tensors, meta, addons=False)
+            self.progress.base = {"key": self.base.file.stem, "shared": True}
             self.base.release()
-            yield ev.Notice(f"base task taken from {self.base.path}")
+            yield ev.Notice(f"base task taken from {self.base.file}")
 
     # A task ---------------------------------------------------------------------------------------------
 
@@ -219,10 +254,10 @@ class Run:
         self._reseed(task.index, "end_task")
         method.end_task(task)
         self.progress.facts.append({addon.name: addon.facts() for addon in addons})
+        self.progress.task_seconds.append(round(time.monotonic() - began, 3))  # of this life, without evaluation
         yield from self._evaluate(task)
         if task.index == 0:
             self.base_fisher = None
-        self.progress.task_seconds.append(round(time.monotonic() - began, 3))
         self.position = (task.index + 1, 0, 0)
         yield self._save()
 
@@ -234,8 +269,8 @@ class Run:
     def _publish_base(self) -> Iterator[ev.Event]:
         if self.base is not None and not self.base.exists():
             began = time.monotonic()
-            write_tensors(self.base.path, self._tensors(addons=False), self._meta("base"))
-            yield ev.Saved(str(self.base.path), time.monotonic() - began)
+            write_tensors(self.base.file, self._tensors(addons=False), self._meta("base"))
+            yield ev.Saved(str(self.base.file), time.monotonic() - began)
         if self.base is not None:
             self.base.release()
 
@@ -253,7 +288,9 @@ class Run:
         rows = self.parts.test.rows_of(0, task.n_seen)
         for name, counts in correct_by_class(method, self.parts.world, self.parts.test, rows, task).items():
             self.progress.correct.setdefault(name, []).append(counts)
-        write_tensors(self.snapshot_path(task.index), self._snapshot(), self._meta("snapshot", task.index + 1))
+        trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
+        snapshot = {**self._snapshot(), **trained}
+        write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", task.index + 1))
         with torch.no_grad():
             for name, weight in kept.items():
                 state[name].copy_(weight)
@@ -314,6 +351,7 @@ class Run:
         if pending is not None:
             yield from self._read_history(task, stage, loop, log, pending)
         log["seconds"] = round(log["seconds"] + time.monotonic() - began, 3)
+        self._check_finite(task, stage, loop)
         if main_of_base and loop.fisher is not None:
             self.base_fisher = {
                 name.removeprefix("model."): value
@@ -343,31 +381,31 @@ class Run:
         if self.parts.engine != "graph":
             return
         if loop.stage.eager:
-            self.progress.notices.append(f"stage {loop.stage.name!r} runs eagerly: {loop.stage.eager}")
+            self._note(f"stage {loop.stage.name!r} runs eagerly: {loop.stage.eager}")
             forget_compiled(self.parts.method)
             return
         compile_backbones(self.parts.method)
         for addon in loop.addons:
             addon.begin_epoch(self.parts.method.task, loop.stage, self.position[2] + 1)
         live = {**self._tensors(addons=False), **loop.parameters}
-        for attempt in ("compiled and captured", "captured", "eager"):
-            saved = {name: tensor.clone() for name, tensor in live.items()}
+        for attempt in ("compiled and captured", "captured"):
             try:
-                if attempt != "eager":
-                    capture(loop, live, [self.generator, self.views_generator], self._pool)
+                self._writer.wait()  # its buffers are freed in a thread, which a capture must not see
+                capture(loop, live, [self.generator, self.views_generator], compiled=attempt != "captured")
                 return
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
-                loop.replay = None
                 forget_compiled(self.parts.method)
                 self._new_generators()  # a broken capture leaves its generators unusable
                 loop.views_generator = self.views_generator
-                with torch.no_grad():
-                    for name, tensor in live.items():
-                        tensor.copy_(saved[name])
-                loop.cursor.zero_()
                 text = f"stage {loop.stage.name!r} could not be {attempt}: {type(error).__name__}: {error}"[:500]
-                self.progress.notices.append(text)
+                self._note(text)
                 yield ev.Notice(text)
+
+    def _note(self, text: str) -> None:
+        if text not in self.progress.notices:
+            self.progress.notices.append(text)
 
     def _fetch_history(self, loop: StageLoop) -> tuple[Tensor, Any]:
         """Queue a copy of the epoch's loss terms to the host; nothing waits here."""
@@ -388,6 +426,7 @@ class Run:
         bad = (~history.isfinite()).nonzero()
         if len(bad):
             step, term = bad[0].tolist()
+            self._writer.wait()
             saved = (
                 f"the last good checkpoint is {self.checkpoint_path}"
                 if self.checkpoint_path.exists()
@@ -402,9 +441,20 @@ class Run:
         terms = dict(zip(loop.terms, means, strict=True))
         for name, value in terms.items():
             log["terms"].setdefault(name, []).append(float(f"{value:.5g}"))
-        self._done_work += len(loop.rows)
         fraction, left = self._estimate(task, stage, epoch + 1)
         yield ev.EpochEnded(task.index, stage.name, epoch + 1, stage.epochs, terms, fraction, left)
+
+    def _check_finite(self, task: Task, stage: Stage, loop: StageLoop) -> None:
+        """The last step's update has been seen by no loss: look at the weights themselves before they are saved."""
+        if not loop.parameters:
+            return
+        norms = torch.stack(torch._foreach_norm([p.detach() for p in loop.parameters.values()]))
+        if not bool(norms.isfinite().all()):
+            names = [n for n, norm in zip(loop.parameters, norms.tolist(), strict=True) if not math.isfinite(norm)]
+            raise TrainingError(
+                f"weights are no longer finite after task {task.index + 1}, stage {stage.name!r}: "
+                f"{', '.join(names[:3])}; they were not saved. A smaller learning rate may help."
+            )
 
     def _loss_log(self, task: Task, stage: Stage) -> dict[str, Any]:
         for row in self.progress.losses:
@@ -470,6 +520,7 @@ class Run:
             "grown": (position[0] - 1) if position[1:] == [0, 0] else position[0],
             "config": self.config.resolved(),
             "class_order": self.parts.order,
+            "fingerprint": self.dataset.fingerprint,
             "code": code_version(self.config.method),
             "progress": progress,
             "engine": self.parts.engine,
@@ -478,6 +529,7 @@ class Run:
     def _load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
         """Grow the structure the file was written with, then fill in the values."""
         method = self.parts.method
+        self.loop = None
         first = meta["grown"]
         for task in self.parts.tasks[: first + 1]:
             self._grow(task)
@@ -501,9 +553,9 @@ class Run:
                         f"saved tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(live[name].shape)}."
                     )
                 live[name].copy_(tensor)
-        method.store = {name: t.to(self.device) for name, t in groups.get("store", {}).items()}
+        method.store = {name: t.to(self.device, copy=True) for name, t in groups.get("store", {}).items()}
         if "fisher" in groups:
-            self.base_fisher = {name: t.to(self.device) for name, t in groups["fisher"].items()}
+            self.base_fisher = {name: t.to(self.device, copy=True) for name, t in groups["fisher"].items()}
         self.position = tuple(meta["position"])
         self.progress = Progress(**meta["progress"])
         self._clock = time.monotonic()
@@ -511,7 +563,7 @@ class Run:
             by_addon: dict[str, dict[str, Tensor]] = {}
             for name, tensor in groups.get("addon", {}).items():
                 addon_name, _, rest = name.partition("/")
-                by_addon.setdefault(addon_name, {})[rest] = tensor.to(self.device)
+                by_addon.setdefault(addon_name, {})[rest] = tensor.to(self.device, copy=True)
             for addon in self.parts.addons:
                 addon.load_state(by_addon.get(addon.name, {}))
         if "loop" in groups:
@@ -590,6 +642,7 @@ class Run:
             "task_seconds": self.progress.task_seconds,
             "losses": self.progress.losses,
             "facts": self.progress.facts,
+            "base": self.progress.base,
             "engine": {
                 "kind": self.parts.engine,
                 "precision": self.parts.precision,

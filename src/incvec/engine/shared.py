@@ -1,8 +1,7 @@
 """Common work is done once: the base task's trained weights, found by a key computed before training.
 
 A base file is a checkpoint at the end of the base task's own stages, before `end_task`; it knows nothing of
-add-ons, of the oracle or of the number of increments. A lock keeps two runs from training one key: it is the
-kernel's, so it goes when its holder dies.
+add-ons, of the oracle or of the number of increments. A lock keeps two runs from training one key.
 """
 
 from __future__ import annotations
@@ -12,10 +11,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from incvec.config import RunConfig, digest
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.engine.build import Parts, code_version
+from incvec.errors import CheckpointError
 
 
 def base_key(config: RunConfig, dataset: Dataset, parts: Parts) -> str:
@@ -29,6 +31,7 @@ def base_key(config: RunConfig, dataset: Dataset, parts: Parts) -> str:
         "method": config.method,
         "options": config.sections.get(config.method, {}),
         "seed": config.seed,
+        "torch": torch.__version__,
         "precision": parts.precision,
         "engine": parts.engine,
         "device": parts.world.device.type,
@@ -37,28 +40,33 @@ def base_key(config: RunConfig, dataset: Dataset, parts: Parts) -> str:
     return digest(account)
 
 
-class BaseFile:
-    """One key's file and lock in the folder of shared bases."""
+class Lock:
+    """A lock file. The lock is the kernel's, so it goes when its holder dies."""
 
-    def __init__(self, folder: Path, key: str) -> None:
-        self.path = folder / f"{key}.safetensors"
-        self._lock_path = folder / f"{key}.lock"
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._handle: int | None = None
 
-    def exists(self) -> bool:
-        return self.path.exists()
-
     def acquire(self) -> bool:
-        """Take the lock, or return False at once when another run trains this base."""
+        """Take the lock, or return False at once when another run holds it."""
         if self._handle is not None:
             return True
-        self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"could not write {self.path}: {error.strerror or error}.") from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(handle)
             return False
+        except OSError as error:
+            os.close(handle)
+            raise CheckpointError(
+                f"{self.path} cannot be locked ({error.strerror}): its file system knows no locks. Choose another "
+                "folder for --out and --bases."
+            ) from error
         self._handle = handle
         return True
 
@@ -66,3 +74,14 @@ class BaseFile:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
+
+
+class BaseFile(Lock):
+    """One key's file and lock in the folder of shared bases."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        super().__init__(folder / f"{key}.lock")
+        self.file = folder / f"{key}.safetensors"
+
+    def exists(self) -> bool:
+        return self.file.exists()

@@ -7,8 +7,8 @@ epoch is queued without a host synchronisation and its history is read once, aft
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,9 @@ def make_optimiser(stage: Stage, groups: list[dict[str, nn.Parameter]], device: 
     else:
         kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
         rate = torch.tensor(0.0, device=device)
-        optimiser = kind(lists, lr=rate, betas=settings.betas, eps=settings.eps, fused=True)
+        optimiser = kind(
+            lists, lr=rate, betas=settings.betas, eps=settings.eps, fused=True, capturable=device.type == "cuda"
+        )
     for group in optimiser.param_groups:
         for parameter in group["params"]:
             state = optimiser.state[parameter]
@@ -88,7 +90,6 @@ class StageLoop:
         stage: Stage,
         rows: Tensor,
         views_generator: torch.Generator,
-        fisher: BatchFisher | None = None,
     ) -> None:
         self.method, self.addons, self.world, self.stage = method, addons, world, stage
         self.rows = rows
@@ -97,7 +98,7 @@ class StageLoop:
         if self.steps == 0:
             raise ConfigError(f"stage {stage.name!r} of {method.name} has no rows to train on.")
         self.views_generator = views_generator
-        self.fisher = fisher
+        self.fisher: BatchFisher | None = None
         device = world.device
         self.groups = select_parameters(stage, method, addons)
         self.parameters = {name: p for own in self.groups for name, p in own.items()}
@@ -127,6 +128,8 @@ class StageLoop:
             parameters = list(self.parameters.values())
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)
             for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None and gradient.stride() != parameter.stride():
+                    gradient = torch.empty_like(parameter).copy_(gradient)  # fused optimisers want one layout
                 parameter.grad = gradient
             self.method.gradients(self.parameters)
             if self.fisher is not None:
@@ -200,32 +203,37 @@ class StageLoop:
                 tensor.copy_(state[name])
 
 
-def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[torch.Generator], pool: Any) -> None:
+def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[torch.Generator], compiled: bool) -> None:
     """Turn the loop's step into one CUDA graph.
 
     Warm-up steps really run (they compile kernels and choose algorithms) and change weights, statistics and
-    optimiser state, so everything in `live` is put back afterwards; the capture itself executes nothing.
+    optimiser state, so everything in `live` is put back afterwards, also where a step fails; the capture itself
+    executes nothing.
     """
     saved = {name: tensor.clone() for name, tensor in live.items()}
-    with fusing():
-        for _ in range(WARMUP_STEPS):
-            loop.cursor.zero_()
-            loop.step()
-    with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(saved[name])
-    loop.cursor.zero_()
-    del saved
+    try:
+        with fusing(compiled):
+            for _ in range(WARMUP_STEPS):
+                loop.cursor.zero_()
+                loop.step()
+    finally:
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(saved[name])
+        loop.cursor.zero_()
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         graph.register_generator_state(generator)
     # Not `with torch.cuda.graph(...)`: that waits for the whole device, where other runs are at work. Autograd's
     # leaf nodes remember the stream of the warm-up, so the capture stays on it.
     torch.cuda.current_stream().synchronize()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    graph.capture_begin(capture_error_mode="thread_local")
     try:
-        with fusing():
+        with fusing(compiled):
             loop.step()
-    finally:
-        graph.capture_end()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the step's own error is the one to tell
+            graph.capture_end()
+        raise
+    graph.capture_end()
     loop.replay = graph.replay

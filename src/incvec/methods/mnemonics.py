@@ -18,6 +18,7 @@ undoes it (on the embedded digits, for every one of them), and what is stored is
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -87,7 +88,8 @@ class Mnemonics(LUCIR):
 
     def grow(self, task: Task) -> None:
         super().grow(task)
-        shape = (task.n_new * self.quota(task.n_seen), *self.world.image_shape)  # class by class
+        # Class by class, a flat row an image: its gradient then has one layout, whichever the network prefers.
+        shape = (task.n_new * self.quota(task.n_seen), math.prod(self.world.image_shape))
         self.auxiliary = nn.ParameterDict({"exemplars": torch.zeros(shape, device=self.world.device)})
         for module in self.model.modules():
             if isinstance(module, ScaledConv) and task.index > 0:
@@ -135,11 +137,16 @@ class Mnemonics(LUCIR):
         self.nearest_mean_setup(task)
         herded = self.store["memory"][task.first :].flatten()
         with torch.no_grad():
-            self.auxiliary["exemplars"].copy_(self.world.train.fetch(herded, None, ("test",)).images)
+            self.auxiliary["exemplars"].copy_(self.world.train.fetch(herded, None, ("test",)).images.flatten(1))
         return self.training_rows(task)
 
+    def exemplar_images(self) -> Tensor:
+        """The exemplars in training, normalised, as images."""
+        images: Tensor = self.auxiliary["exemplars"].unflatten(1, self.world.image_shape)
+        return images
+
     def exemplar_loss(self, batch: Batch) -> Terms:
-        own = self.model(self.auxiliary["exemplars"]).features
+        own = self.model(self.exemplar_images()).features
         new = own.unflatten(0, (self.task.n_new, -1)).mean(1)
         means = torch.cat([self.store["means"][: self.task.n_old], new])
         with torch.no_grad():
@@ -149,7 +156,7 @@ class Mnemonics(LUCIR):
     def end_task(self, task: Task) -> None:
         """Store the trained exemplars as rows of the source, and remember these in place of the originals."""
         source = cast(ImageSource, self.world.train)
-        trained = to_pixels(self.auxiliary["exemplars"].detach(), source.views.mean, source.views.std)
+        trained = to_pixels(self.exemplar_images().detach(), source.views.mean, source.views.std)
         classes = torch.arange(task.first, task.last, device=self.world.device)
         count = len(trained) // task.n_new
         new = {"images": trained, "labels": classes.repeat_interleave(count)}

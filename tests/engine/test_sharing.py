@@ -1,0 +1,158 @@
+"""Shared beginnings, runs that begin at a snapshot, many runs at once, and locks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from incvec.data import Dataset
+from incvec.engine import events as ev
+from incvec.engine.many import Failed, turn
+from incvec.engine.run import Run, finish
+from incvec.engine.sweep import expand
+from incvec.errors import CheckpointError
+from incvec.methods.podnet import PODNet
+from tests.conftest import make_run, quick, same_record, same_weights
+
+
+def test_a_shared_base_is_trained_once_and_changes_no_bit(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without and with IVT, the oracle, another number of tasks: one base, the same ends as from scratch."""
+    trained = 0
+    original = PODNet.begin_stage
+
+    def counting(self: PODNet, task: object, stage: object) -> torch.Tensor:
+        nonlocal trained
+        trained += self.task.index == 0
+        return original(self, task, stage)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PODNet, "begin_stage", counting)
+    cases = {
+        "plain": quick("podnet"),
+        "ivt": quick("podnet", "ivt"),
+        "oracle": quick("podnet", oracle=True),
+        "one": quick("podnet", tasks=1),
+    }
+    for name, given in cases.items():
+        finish(make_run(few, tmp_path / "shared" / name, given, tmp_path / "bases"))
+    assert trained == 1
+    for name, given in cases.items():
+        alone = make_run(few, tmp_path / "alone" / name, given)
+        record = finish(alone)
+        again = finish(make_run(few, tmp_path / "shared" / name, given, tmp_path / "bases"))
+        same_record(again, record)
+        last = len(record["accuracy"]) - 1
+        same_weights(
+            alone.snapshot_path(last), tmp_path / "shared" / name / "snapshots" / f"task-{last:02d}.safetensors"
+        )
+    assert finish(make_run(few, tmp_path / "shared" / "ivt", cases["ivt"]))["base"]["shared"]
+
+
+def test_another_seed_or_setting_has_another_base(few: Dataset, tmp_path: Path) -> None:
+    for given in (quick("podnet"), quick("podnet", seed=1), quick("podnet", podnet={"lr": 0.01})):
+        run = make_run(few, tmp_path / str(len(list(tmp_path.iterdir()))), given, tmp_path / "bases")
+        finish(run)
+    assert len(list((tmp_path / "bases").glob("*.safetensors"))) == 3
+
+
+def test_a_base_published_meanwhile(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken off inside the base, while another run finishes that base: it goes on with its own."""
+    monkeypatch.setattr(Run, "_save_due", lambda self: True)
+    given, bases = quick("podnet"), tmp_path / "bases"
+    first = make_run(few, tmp_path / "first", given, bases)
+    events = first.events()
+    for _ in events:
+        if first.checkpoint_path.exists():
+            break
+    events.close()  # type: ignore[attr-defined]
+    record = finish(make_run(few, tmp_path / "second", given, bases))
+    same_record(finish(make_run(few, tmp_path / "first", given, bases)), record)
+
+
+def test_beginning_at_a_snapshot(few: Dataset, tmp_path: Path) -> None:
+    given = quick("podnet", "ivt")
+    whole = make_run(few, tmp_path / "whole", given)
+    record = finish(whole)
+    later = make_run(few, tmp_path / "later", {**given, "start": str(whole.snapshot_path(1))})
+    assert finish(later)["accuracy"] == record["accuracy"]
+    same_weights(whole.snapshot_path(2), later.snapshot_path(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"order_seed": 5}, "its classes so far"),
+        ({"addons": ["ivt"]}, "had no add-on ivt"),
+        ({"podnet": {"net": "small"}}, "podnet with small"),
+    ],
+)
+def test_a_snapshot_of_another_past_is_refused(
+    change: dict[str, object], message: str, few: Dataset, tmp_path: Path
+) -> None:
+    whole = make_run(few, tmp_path / "whole", quick("podnet"))
+    finish(whole)
+    given = quick("podnet", start=str(whole.snapshot_path(1)))
+    given = {**given, **change, "podnet": {**given["podnet"], **change.get("podnet", {})}}  # type: ignore[dict-item]
+    with pytest.raises(CheckpointError, match=message):
+        finish(make_run(few, tmp_path / "later", given))
+
+
+def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:
+    first = make_run(few, tmp_path / "run", quick("finetune"))
+    events = first.events()
+    next(events)
+    with pytest.raises(CheckpointError, match="another process is at work"):
+        finish(make_run(few, tmp_path / "run", quick("finetune")))
+    events.close()  # type: ignore[attr-defined]
+    finish(make_run(few, tmp_path / "run", quick("finetune")))
+
+
+def test_many_at_once_as_one_after_another(few: Dataset, tmp_path: Path) -> None:
+    """Four runs on one base, two at a time: never more than two at work, and each as if it were alone."""
+    cases = [quick("podnet", *addons, seed=seed) for seed in (0, 1) for addons in ((), ("ivt",))]
+    cases.append(quick("podnet", seed=2))
+    bases = tmp_path / "bases"
+    runs = [make_run(few, tmp_path / str(n), given, bases) for n, given in enumerate(cases)]
+    working: set[int] = set()
+    most, ended = 0, {}
+    for number, event in turn([lambda run=run: run for run in runs], at_once=2):  # type: ignore[misc]
+        if isinstance(event, ev.EpochEnded):
+            working.add(number)
+            most = max(most, len(working))
+        elif isinstance(event, ev.Finished):
+            working.discard(number)
+            ended[number] = event.record
+    assert most == 2
+    for number, given in enumerate(cases):
+        same_record(ended[number], finish(make_run(few, tmp_path / f"alone{number}", given)))
+
+
+def test_one_failure_does_not_stop_the_others(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PODNet.end_task
+
+    def failing(self: PODNet, task: object) -> None:
+        if self.options.lr == 0.01:
+            raise RuntimeError("broken")
+        original(self, task)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PODNet, "end_task", failing)
+    runs = [
+        make_run(few, tmp_path / "bad", quick("podnet", podnet={"lr": 0.01})),
+        make_run(few, tmp_path / "good", quick("podnet")),
+    ]
+    events = list(turn([lambda run=run: run for run in runs], at_once=2))  # type: ignore[misc]
+    assert [n for n, event in events if isinstance(event, Failed)] == [0]
+    assert [n for n, event in events if isinstance(event, ev.Finished)] == [1]
+
+
+def test_a_sweeps_combinations() -> None:
+    block = {"method": "podnet", "addons": [[], ["ivt"]], "seed": [0, 1], "podnet": {"memory": [5, 20], "lr": 0.1}}
+    found = list(expand(block))
+    assert len(found) == 8
+    assert {"method": "podnet", "addons": ["ivt"], "seed": 1, "podnet": {"memory": 5, "lr": 0.1}} in found
+    assert list(expand({"method": "podnet", "podnet": {"milestones": [3, 4]}})) == [
+        {"method": "podnet", "podnet": {"milestones": [3, 4]}}
+    ]
