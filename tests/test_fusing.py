@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 
 from incvec.fusing import fused, fusing
+from incvec.nets import build_backbone
 
 calls: list[bool] = []
 
@@ -43,3 +47,36 @@ def test_the_switch_goes_back_after_an_error() -> None:
     calls.clear()
     energy(torch.ones(2, 3), 2)
     assert calls == [False]
+
+
+@pytest.mark.slow
+def test_a_compiled_backbone_equals_a_plain_one() -> None:
+    """Features, gradients and running statistics; a copy of the network shares what was compiled."""
+    plain = build_backbone("tiny", channels=1, generator=torch.Generator().manual_seed(0)).train()
+    compiled = copy.deepcopy(plain)
+    images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    plain(images).features.square().sum().backward()
+    with fusing():
+        compiled(images).features.square().sum().backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), compiled.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=name)
+    for (name, a), (_, b) in zip(plain.named_buffers(), compiled.named_buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+    other = copy.deepcopy(compiled)
+    with fusing(), torch.compiler.set_stance("fail_on_recompile"):
+        other(images)
+
+
+@pytest.mark.slow
+def test_a_block_that_was_frozen_trains_again() -> None:
+    """Frozen for one stage and not for the next: the compiled block follows, as the plain one does."""
+    block = build_backbone("tiny", channels=1, generator=torch.Generator().manual_seed(0)).train()
+    images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    with fusing():
+        for trained in [flag for flag in (True, False, True, False, True) for _ in range(3)]:
+            block.requires_grad_(trained)
+            features = block(images).features
+            assert features.requires_grad == trained
+            if trained:
+                gradients = torch.autograd.grad(features.square().sum(), list(block.parameters()))
+                assert all(gradient.abs().sum() > 0 for gradient in gradients)

@@ -37,7 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("presets",),
     ("lab",),
     ("report",),
-    ("progress", "demo", "sweeping", "cli", "__main__"),
+    ("progress", "demo", "sweeping", "packing", "cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 

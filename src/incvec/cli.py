@@ -1,4 +1,4 @@
-"""The command line: `incvec run`, `list`, `show`, `data check`, `demo`.
+"""The command line: `incvec run`, `list`, `show`, `report`, `data check`, `demo`.
 
 A command resolves its configuration, hands it to the engine and shows what comes back; it computes nothing.
 """
@@ -20,19 +20,22 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import incvec
-from incvec import sweeping
+from incvec import packing, sweeping
 from incvec.addons import ADDONS, find_addon
 from incvec.config import RunConfig, assign, differences
 from incvec.data import DATASETS, check, load_dataset
 from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
+from incvec.engine.ranks import prints, several, start
 from incvec.engine.run import Run
 from incvec.errors import CheckpointError, ConfigError, DataError, IncvecError
+from incvec.lab.commands import app as lab_app
 from incvec.methods import METHODS, find_method
 from incvec.presets import presets, resolve, run_name
 from incvec.progress import follow
 from incvec.records import find_records, read_record
-from incvec.report import tables
+from incvec.report import commands as report_commands
+from incvec.report import tables, tensorboard
 
 STOPPED = 130  # what shells expect of a program ended by Ctrl-C
 
@@ -71,6 +74,9 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Look after data sets.")
 app.add_typer(data_app, name="data")
+packing.register(data_app)
+app.add_typer(lab_app, name="lab")
+report_commands.register(app)
 
 
 def tell_version(wanted: bool) -> None:
@@ -103,6 +109,10 @@ incvec run --config mine.yaml --set seed=2
 A configuration file holds the same names: [italic]method: podnet[/italic], [italic]addons: \\[ivt][/italic], \
 [italic]tasks: 5[/italic], and a section for each method and add-on, such as [italic]ivt: {interval: 5}[/italic]. \
 What is given on the command line goes before the file, the file before the paper's preset."""
+
+
+class Log(StrEnum):
+    tensorboard = "tensorboard"
 
 
 @app.command(epilog=RUN_EXAMPLES)
@@ -151,6 +161,9 @@ def run(
         str | None, typer.Option(help="eager, or graph for a captured step.", show_default="auto")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="auto")] = None,
+    log: Annotated[
+        Log | None, typer.Option(help="Event files while it runs, in the run's folder.", show_default=False)
+    ] = None,
 ) -> None:
     """Train one method on one data set, task after task, and write its record.
 
@@ -175,17 +188,25 @@ def run(
         assign(tree, setting)
     resolved = resolve_tree(tree)
     folder = out if out is not None else Path("runs") / run_name(resolved)
-    console = Console()
+    console = Console(quiet=not prints())
     record = finished(resolved, folder)
     if record is not None:
         console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False)
     else:
-        pick_device(resolved.device)
+        ranks = start(resolved.device)
+        pick_device(resolved.device, ranks.local)
         check_names(resolved)
-        data = load_dataset(resolved.dataset, data_root, download, size=resolved.image_size)
+        if log:
+            tensorboard.writer_type()  # a missing package is told before data are read
+        with ranks.first_goes_first():
+            data = load_dataset(resolved.dataset, data_root, download, **resolved.data_options())
         shared = None if no_share else bases if bases is not None else folder.parent / "bases"
         with steady_threads(data):
-            record = follow(Run(resolved, data, folder, shared).events(), console)
+            events = Run(resolved, data, folder, shared, ranks).events()
+            if log and prints():
+                events = tensorboard.logged(events, folder / "tensorboard")
+            record = follow(events, console)
+        ranks.close()
     console.print(tables.rich_table(tables.rows([record])))
 
 
@@ -267,6 +288,8 @@ def sweep(
 
     Started again, it does what is left. A run that fails is reported, and the others go on.
     """
+    if several():
+        raise ConfigError("a sweep turns its runs in one process; give torchrun a single `incvec run`.")
     failed = sweeping.sweep(name, out, data_root, settings or [], at_once, only, Console(), dry_run)
     if failed:
         raise typer.Exit(1)
@@ -370,9 +393,9 @@ def readable(paths: Sequence[Path]) -> list[Path]:
 
 @data_app.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")
 def data_check(
-    folder: Annotated[Path, typer.Argument(help="A folder with cifar-100-python/, or with class folders.")],
+    folder: Annotated[Path, typer.Argument(help="A folder with cifar-100-python/, with class folders, or a store.")],
 ) -> None:
-    """Verify the files of a data set: checksums of CIFAR-100, every image of a folder of class folders."""
+    """Verify a data set: checksums of CIFAR-100 or of a packed store, every image of a folder of class folders."""
     for line in check(folder):
         typer.echo(line)
 

@@ -71,16 +71,28 @@ class RunConfig(BaseModel):
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     engine: Literal["auto", "eager", "graph"] = "auto"
     start: str | None = Field(None, description="a snapshot of another run to begin at")
-    image_size: int | None = Field(None, ge=4, description="for folders of images: the side they are brought to")
+    image_size: int | None = Field(None, ge=4, description="the side images are brought to, where they lie larger")
+    class_list: str | None = Field(None, description="of a packed store: some of its classes, a list's name or a file")
+    placement: Literal["resident", "streamed"] | None = Field(
+        None, description="of a packed store: on the device or streamed to it; none: by the device's memory"
+    )
+    sync_batchnorm: bool = Field(True, description="with several ranks: statistics of the global batch")
     sections: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     def options(self, name: str, kind: type) -> Any:
         """The validated options of one section."""
         return validate(kind, self.sections.get(name, {}), where=name)
 
+    def data_options(self) -> dict[str, Any]:
+        """What `load_dataset` is to be told beside the data set's name and place."""
+        return {"size": self.image_size, "class_list": self.class_list, "placement": self.placement}
+
     def resolved(self) -> dict[str, Any]:
         """Flat form for the record: top-level fields, then a mapping for each section."""
-        plain = self.model_dump(mode="json", exclude={"sections"})
+        # These mean nothing to most runs: they are told where somebody chose against the default.
+        quiet = {"sync_batchnorm": True, "class_list": None, "placement": None}
+        silent = {"sections"} | {name for name, default in quiet.items() if getattr(self, name) == default}
+        plain = self.model_dump(mode="json", exclude=silent)
         return {**plain, **self.sections}
 
     def digest(self) -> str:

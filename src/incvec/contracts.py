@@ -78,6 +78,14 @@ class Output(NamedTuple):
     logits: Tensor
 
 
+class Input(NamedTuple):
+    """The images a pre-trained network was made for: squares of `size` pixels, (x - mean) / std of x in [0, 1]."""
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Group:
     """A parameter group: every trainable parameter of the method whose dotted name starts with a prefix.
@@ -176,6 +184,7 @@ class World:
     generator: torch.Generator  # reseeded by the engine at every hook and epoch; draws go through it
     image_shape: tuple[int, int, int]
     oracle: bool = False
+    class_names: tuple[str, ...] = ()  # by label; those of classes to come are nobody's business yet
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # the engine's mixed precision
 
     @property
@@ -196,6 +205,8 @@ class Method(nn.Module):
     Options: ClassVar[type]
     exemplars: ClassVar[bool] = False  # whether it keeps old images
     joint: ClassVar[bool] = False  # whether all classes come as one task, whatever the stream
+    pretrained: ClassVar[bool] = False  # whether `model` knows something when it is made: then tasks are all equal
+    trains: ClassVar[bool] = True  # whether it has stages at all
 
     task: Task  # the one under way; the engine sets it before `grow`
     model: nn.Module  # what is deployed: teleported, merged, interpolated
@@ -210,6 +221,11 @@ class Method(nn.Module):
         self.teacher = None
         self.auxiliary = nn.Module()
         self.store = {}
+
+    @classmethod
+    def input(cls, options: Any) -> Input | None:
+        """What the views have to hand out; None: the data set's own size and normalisation."""
+        return None
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)

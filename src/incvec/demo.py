@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from incvec.data import Dataset, load_dataset
 from incvec.engine.run import Run
-from incvec.lab.paths import path, positions, snapshot_model, task_accuracy
+from incvec.lab import path, positions, snapshot_model, task_accuracy
+from incvec.lab.style import Look, look
 from incvec.metrics import weighted_mean
 from incvec.presets import resolve
 from incvec.progress import follow
@@ -23,25 +24,13 @@ POINTS = 51
 TINY = 256  # pixels
 
 
-class Look(NamedTuple):
-    label: str
-    colour: str  # of the palette of Okabe and Ito, which colour-blind readers can tell apart
-    marker: str
-    dashes: tuple[float, ...]
-
-
-LOOKS = {
-    "finetune": Look("finetune", "#7F7F7F", "^", (1, 1.5)),
-    "podnet": Look("PODNet", "#D55E00", "s", ()),
-    "podnet + ivt": Look("PODNet + IVT", "#0072B2", "o", ()),
-    "podnet oracle": Look("PODNet oracle", "#009E73", "*", (5, 2)),
-}
 RUNS: dict[str, dict[str, Any]] = {
     "finetune": {"method": "finetune"},
     "podnet": {"method": "podnet"},
     "podnet + ivt": {"method": "podnet", "addons": ["ivt"]},
     "podnet oracle": {"method": "podnet", "oracle": True},
 }
+LOOKS = {name: look(given["method"], given.get("addons", ()), "oracle" in given) for name, given in RUNS.items()}
 ON_PATHS = ("podnet", "podnet + ivt", "podnet oracle")
 
 
@@ -107,12 +96,12 @@ def draw(records: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[flo
     for record in records:
         name = title(dict(record))
         values = [weighted_mean(row, record["test_counts"]) for row in record["accuracy"]]
-        look = LOOKS[name]
+        own = LOOKS[name]
         left.plot(
-            range(1, len(values) + 1), values, color=look.colour, marker=look.marker,
-            dashes=look.dashes, markersize=9 if look.marker == "*" else 6, linewidth=2,
+            range(1, len(values) + 1), values, color=own.colour, marker=own.marker,
+            dashes=own.dashes, markersize=own.size, linewidth=2,
         )  # fmt: skip
-        ends.append((look, values[-1]))
+        ends.append((own, values[-1]))
     steps = len(records[0]["accuracy"])
     label_ends(left, steps, ends, steps - 1)
     left.set_xticks(range(1, steps + 1))
@@ -121,10 +110,10 @@ def draw(records: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[flo
 
     ends = []
     for name, curve in curves.items():
-        look = LOOKS[name]
-        right.plot(positions(len(curve)), curve, color=look.colour, dashes=look.dashes, linewidth=2)
-        right.plot(1, curve[-1], color=look.colour, marker=look.marker, markersize=9 if look.marker == "*" else 6)
-        ends.append((look, curve[-1]))
+        own = LOOKS[name]
+        right.plot(positions(len(curve)), curve, color=own.colour, dashes=own.dashes, linewidth=2)
+        right.plot(1, curve[-1], color=own.colour, marker=own.marker, markersize=own.size)
+        ends.append((own, curve[-1]))
     right.plot(0, next(iter(curves.values()))[0], color="black", marker="o", markersize=6)
     right.set_ylim(min(80, *(min(curve) - 2 for curve in curves.values())), 101.5)
     label_ends(right, 1, ends, 1)
@@ -144,9 +133,9 @@ def label_ends(axes: Any, x: float, ends: Sequence[tuple[Look, float]], width: f
     """The lines' names and last values beside the axes, moved apart where they would overlap."""
     bottom, top = axes.get_ylim()
     heights = spread([value for _, value in ends], 0.055 * (top - bottom))
-    for (look, value), height in zip(ends, heights, strict=True):
+    for (own, value), height in zip(ends, heights, strict=True):
         axes.annotate(
-            f"{look.label} {value:.1f}", (x, height), (x + 0.06 * width, height), color=look.colour,
+            f"{own.label} {value:.1f}", (x, height), (x + 0.06 * width, height), color=own.colour,
             fontsize=10, fontweight="bold", va="center", annotation_clip=False,
         )  # fmt: skip
     axes.set_xlim(right=x + 0.03 * width)

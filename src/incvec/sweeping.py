@@ -104,6 +104,11 @@ def table(rows: Sequence[Row], title: str) -> Table:
     return shown
 
 
+def data_key(config: RunConfig) -> str:
+    """Runs with one key read the same data."""
+    return f"{config.dataset} {config.data_options()}"
+
+
 def sweep(
     name: str,
     out: Path,
@@ -124,16 +129,16 @@ def sweep(
             console.print(f"{state:6} {folder}  (device {config.device}, engine {config.engine})")
         return 0
     device = pick_device(planned[0][1].device)
-    data: dict[tuple[str, int | None], Dataset] = {}
+    data: dict[str, Dataset] = {}
     for _, config in planned:
-        if (config.dataset, config.image_size) not in data:
-            loaded = load_dataset(config.dataset, data_root, size=config.image_size)
-            data[config.dataset, config.image_size] = replace(  # one copy on the device for all runs
+        if data_key(config) not in data:
+            loaded = load_dataset(config.dataset, data_root, **config.data_options())
+            data[data_key(config)] = replace(  # one copy on the device for all runs
                 loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
             )
 
     def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
-        return lambda: Run(config, data[config.dataset, config.image_size], out / folder, out / "bases")
+        return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")
 
     many = at_once or default_at_once(device, [config for _, config in planned])
     rows = [Row(folder) for folder, _ in planned]

@@ -24,7 +24,9 @@ def expected_refusal(method: str, addon: str) -> str | None:
     kind = find_method(method)
     if kind.joint:
         return "exemplars" if addon == "eopc" else "one task"
-    return "exemplars" if addon == "eopc" and not kind.exemplars else None
+    if addon == "eopc" and not kind.exemplars:
+        return "exemplars"
+    return None if kind.trains else "trains nothing"
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,9 @@ def diagonal(row: dict[str, Any], name: str) -> Tensor:
     return wanted
 
 
-@pytest.mark.parametrize("method", sorted(name for name in METHODS if not find_method(name).joint))
+@pytest.mark.parametrize(
+    "method", [name for name in sorted(METHODS) if find_method(name).trains and not find_method(name).joint]
+)
 def test_exactly_what_is_old_and_trains_is_teleported(
     method: str, few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +87,8 @@ def test_exactly_what_is_old_and_trains_is_teleported(
     for row, task in enumerate((1, 2)):
         wanted = trained[task] & names[task - 1]
         assert teleports.moved(row) == wanted
-        assert f"head.blocks.{task}.weight" in trained[task] - wanted  # new rows train, but have no past
+        if not find_method(method).pretrained:  # sentences bring no parameters
+            assert f"head.blocks.{task}.weight" in trained[task] - wanted  # new rows train, but have no past
         for name in wanted:
             by_hand = diagonal(teleports.rows[row], name)
             assert torch.allclose(teleports.rows[row]["after"][name].double(), by_hand, rtol=1e-4, atol=1e-6), name

@@ -17,7 +17,7 @@ from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine import run as run_module
 from incvec.engine.run import Run, finish
-from incvec.methods import METHODS
+from incvec.methods import METHODS, find_method
 from incvec.presets import resolve
 from tests.conftest import make_run, quick, same_record, same_weights
 
@@ -46,8 +46,9 @@ def break_after(run: Run, count: int) -> bool:
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
 def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
-    if method == "joint" and addons:
-        pytest.skip("one task, no increment: ivt refuses it")
+    kind = find_method(method)
+    if addons and (kind.joint or not kind.trains):
+        pytest.skip("no increment: ivt refuses it")
     given = quick(method, *addons)
     whole = make_run(few, tmp_path / "whole", given)
     record = finish(whole)
@@ -56,7 +57,7 @@ def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Da
     while not break_after(make_run(few, out, given), 2 + breaks % 3):
         breaks += 1
         assert breaks < 200
-    assert breaks > 5
+    assert breaks > (5 if kind.trains else 1)  # without stages there is little to break off
     again = finish(make_run(few, out, given))
     same_record(again, record)
     for task in range(len(whole.parts.tasks)):
@@ -158,7 +159,7 @@ def test_killed_at_random_moments(tmp_path: Path, digits: Dataset) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"joint"}))
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"joint", "zeroshot"}))
 def test_every_method_killed_at_random_moments(method: str, tmp_path: Path, digits: Dataset) -> None:
     assert check_kills(method, tmp_path, digits, span=0.4) >= 1
 

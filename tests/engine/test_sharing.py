@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from incvec.contracts import Batch, Terms
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
 from incvec.engine.sweep import expand
-from incvec.errors import CheckpointError
+from incvec.errors import CheckpointError, TrainingError
 from incvec.methods.podnet import PODNet
 from tests.conftest import make_run, quick, same_record, same_weights
 
@@ -156,3 +157,18 @@ def test_a_sweeps_combinations() -> None:
     assert list(expand({"method": "podnet", "podnet": {"milestones": [3, 4]}})) == [
         {"method": "podnet", "podnet": {"milestones": [3, 4]}}
     ]
+
+
+def test_a_loss_that_does_not_reach_the_network(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from incvec.methods.finetune import Finetune
+
+    original = Finetune.loss
+
+    def cut(self: Finetune, batch: Batch) -> Terms:
+        with torch.no_grad():
+            features = self.model(batch.images).features
+        return {"ce": self.model.head(features).square().mean()} if self.task.index else original(self, batch)
+
+    monkeypatch.setattr(Finetune, "loss", cut)
+    with pytest.raises(TrainingError, match="reaches none of them"):
+        finish(make_run(few, tmp_path / "run", quick("finetune")))

@@ -55,6 +55,8 @@ class IVTAddOn(AddOn):
 
     @classmethod
     def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
+        if not method.trains:
+            return f"{method.name} trains nothing: there is no increment."
         return f"{method.name} trains all classes as one task: there is no increment." if method.joint else None
 
     # Stages of its own ----------------------------------------------------------------------------------

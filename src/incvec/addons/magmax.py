@@ -4,7 +4,8 @@
 
 Deployed is theta; training goes on from the un-merged theta_t. Of entries equally large the later task's counts.
 
-The paper starts from a pre-trained network, its theta_0, with a fixed text classifier. Trained from scratch, theta_0
+The paper starts from a pre-trained network, its theta_0, with a fixed text classifier, and so do methods that are
+pre-trained here: theta_0 is their model as it was made, and every task has a tau. Trained from scratch, theta_0
 is the model after the base task, whose accuracy is hence that of the base model, and tau runs over the tasks after
 it. The rows of a later task's classes have no theta_0: they are those of their own task's model, as if each task
 had a classifier of its own (train it so: `finetune` with `loss_over: new`). BatchNorm's statistics are merged as
@@ -48,6 +49,8 @@ class MagMax(AddOn):
     def __init__(self, options: MagMaxOptions, world: World, method: Method) -> None:
         super().__init__(options, world, method)
         self.origin, self.vector, self.own, self.tasks = {}, {}, {}, 0
+        if method.pretrained:
+            self._begin_at(copies(floats(method.model)))
 
     @classmethod
     def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
@@ -56,7 +59,7 @@ class MagMax(AddOn):
     def deployed(self, task: Task) -> Tensors | None:
         if self.tasks <= task.index:
             self._take(task)
-        if task.index == 0:
+        if task.index == 0 and not self.method.pretrained:
             return None
         merged = {name: theta + self.options.coefficient * self.vector[name] for name, theta in self.origin.items()}
         return merged | self.own
@@ -64,13 +67,16 @@ class MagMax(AddOn):
     def _take(self, task: Task) -> None:
         """Take the task's weights in, once."""
         live = copies(floats(self.method.model))
-        if task.index == 0:
-            self.origin = live
-            self.vector = {name: torch.zeros_like(theta) for name, theta in live.items()}
+        if task.index == 0 and not self.method.pretrained:
+            self._begin_at(live)
         else:
             self.vector = {name: larger(tau, live[name] - self.origin[name]) for name, tau in self.vector.items()}
             self.own |= {name: t for name, t in live.items() if name not in self.origin and name not in self.own}
         self.tasks = task.index + 1
+
+    def _begin_at(self, origin: Tensors) -> None:
+        self.origin = origin
+        self.vector = {name: torch.zeros_like(theta) for name, theta in origin.items()}
 
     def state(self) -> dict[str, Tensor]:
         return flat(origin=self.origin, vector=self.vector, own=self.own) | {"tasks": torch.tensor(self.tasks)}

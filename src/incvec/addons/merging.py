@@ -72,6 +72,8 @@ def refusal(name: str, method: type[Method], others: Sequence[str]) -> str | Non
     """Why a merging add-on makes no sense with the method, or after the add-ons named before it; or None."""
     if method.joint:
         return f"{method.name} trains all classes as one task, so there is nothing to merge."
+    if not method.trains:
+        return f"{method.name} trains nothing, so there is nothing to merge."
     deploying = [other for other in others if other in DEPLOYING]
     if name in DEPLOYING and deploying:
         return f"only one merge can be deployed, and {deploying[0]} deploys one already."
@@ -102,8 +104,7 @@ class FisherPass(AddOn):
             epochs=1,
             batch_size=main.batch_size,
             groups=(Group(("model",), 0.0),),
-            source=main.source,
-            views=main.views[:1],
+            views=main.views[:1],  # of the images, whatever source the main stage has: the model takes images
             batchnorm="frozen",
             owner=self.name,
             loss=self.cross_entropy,

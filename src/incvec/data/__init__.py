@@ -5,12 +5,15 @@ from incvec.data.datasets import DATASETS, check, load_dataset
 from incvec.data.select import class_means, herd, herd_greedy, kmeans
 from incvec.data.source import ImageSource
 from incvec.data.stream import class_order, relabel, split
+from incvec.data.streamed import Streamed, StreamedSource, make_source, make_views
 from incvec.data.views import Views, rotate90, rotation_labels
 
 __all__ = [
     "DATASETS",
     "Dataset",
     "ImageSource",
+    "Streamed",
+    "StreamedSource",
     "Views",
     "check",
     "class_means",
@@ -19,6 +22,8 @@ __all__ = [
     "herd_greedy",
     "kmeans",
     "load_dataset",
+    "make_source",
+    "make_views",
     "relabel",
     "rotate90",
     "rotation_labels",

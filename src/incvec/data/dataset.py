@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from incvec.data.packed import PackedImages
 from incvec.errors import ConfigError, DataError, nearest
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
+Images = Tensor | PackedImages  # in memory, or in mapped files
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,15 +21,17 @@ class Dataset:
     """Images as uint8 [N, C, H, W] and labels as int64 [N], in the data set's own class numbering."""
 
     name: str
-    train_images: Tensor
+    train_images: Images
     train_labels: Tensor
-    test_images: Tensor
+    test_images: Images
     test_labels: Tensor
     class_names: tuple[str, ...]
     pad: int  # padding of the random crop
     flip: bool  # whether a mirrored image is still an image of its class
     fingerprint: str  # the same for the same content, another for any other
     normalisations: Mapping[str, Normalisation]
+    side: int | None = None  # of what the network sees, in resized crops; none: as stored, in padded crops
+    about: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, for records
 
     def __post_init__(self) -> None:
         for part in ("train", "test"):
@@ -62,8 +67,9 @@ class Dataset:
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
+        """What the network sees."""
         channels, height, width = self.train_images.shape[1:]
-        return channels, height, width
+        return (channels, height, width) if self.side is None else (channels, self.side, self.side)
 
     def normalisation(self, name: str = "default") -> Normalisation:
         if name not in self.normalisations:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from incvec.data import cifar, digits, folder
+from incvec.data import aircraft, cifar, digits, folder, packed, stores
 from incvec.data.dataset import Dataset
+from incvec.data.packed import Placement
 from incvec.errors import ConfigError, DataError, nearest
 
 __all__ = ["DATASETS", "Dataset", "Entry", "check", "load_dataset"]
@@ -19,6 +20,10 @@ class Entry(NamedTuple):
 
 
 DATASETS: Mapping[str, Entry] = {
+    "aircraft": Entry(
+        "FGVC-Aircraft by variant: 6,667 training (trainval) and 3,333 test images, 100 classes; torchvision's layout",
+        "Maji et al., Fine-grained visual classification of aircraft, 2013, https://arxiv.org/abs/1306.5151",
+    ),
     "cifar100": Entry(
         "CIFAR-100: 50,000 training and 10,000 test images, 32 x 32, 100 classes",
         "Krizhevsky, Learning multiple layers of features from tiny images, 2009, "
@@ -34,6 +39,24 @@ DATASETS: Mapping[str, Entry] = {
         "the layout of torchvision's ImageFolder, "
         "https://docs.pytorch.org/vision/stable/generated/torchvision.datasets.ImageFolder.html",
     ),
+    "imagenet-subset": Entry(
+        "ImageNet-Subset: 100 classes of ImageNet, from a packed store of them or of all; other lists by class_list",
+        "Deng et al., ImageNet: a large-scale hierarchical image database, 2009, https://www.image-net.org",
+    ),
+    "imagenet": Entry(
+        "ImageNet (ILSVRC 2012): 1.28 million training and 50,000 validation images, 1,000 classes; a packed store",
+        "Russakovsky et al., ImageNet large scale visual recognition challenge, 2015, https://arxiv.org/abs/1409.0575",
+    ),
+    "tiny-imagenet-100": Entry(
+        "100 of Tiny-ImageNet's 200 classes: 50,000 training and 5,000 validation images, 64 x 64, packed or as files",
+        "Le and Yang, Tiny ImageNet visual recognition challenge, 2015, http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+        " (classes: https://www.image-net.org)",
+    ),
+    "packed": Entry(
+        "any packed store of your own images, made by the command data pack",
+        "this package's format, read as torchvision's ImageFolder is, "
+        "https://docs.pytorch.org/vision/stable/generated/torchvision.datasets.ImageFolder.html",
+    ),
 }
 
 
@@ -45,8 +68,11 @@ def load_dataset(
     size: int | None = None,
     test_every: int | None = None,
     test_folder: str | None = None,
+    class_list: str | None = None,
+    placement: Placement | None = None,
 ) -> Dataset:
-    """The data set of that name. `size`, `test_every` and `test_folder` belong to "folder" alone.
+    """The data set of that name. `test_every` and `test_folder` belong to "folder" alone; `class_list` (a list's
+    name or a file) and `placement` (on the device or streamed to it; none: by its memory) to packed stores.
 
     `size` is the side of the square images (64 where none is given); without train/, every `test_every`-th
     file (the fifth) is a test image; `test_folder` names the one to use where both test/ and val/ are there, or
@@ -55,12 +81,20 @@ def load_dataset(
     if name not in DATASETS:
         known = ", ".join(DATASETS)
         raise ConfigError(f"no data set is called {name!r}, only {known}." + nearest(name, DATASETS))
+    if name in stores.NAMED or name == "packed":
+        if download or test_every is not None or test_folder is not None:
+            raise ConfigError(f"{name!r} is read as it was packed: it takes no download, test_every or test_folder")
+        return stores.load(name, root, class_list, size, placement)
+    if class_list is not None or placement is not None:
+        raise ConfigError(f"class_list and placement are for packed stores; {name!r} has no such option")
     options = {"size": size, "test_every": test_every, "test_folder": test_folder}
     given = [option for option, value in options.items() if value is not None]
     if given and name != "folder":
         raise ConfigError(f"{', '.join(given)} is for the data set 'folder'; {name!r} has no such option")
     if download and name != "cifar100":
         raise ConfigError(f"{name!r} is never downloaded; only 'cifar100' can be")
+    if name == "aircraft":
+        return aircraft.load(root)
     if name == "cifar100":
         return cifar.load(root, fetch=download)
     if name == "digits":
@@ -74,10 +108,14 @@ def load_dataset(
 
 
 def check(root: str | Path) -> list[str]:
-    """Verify what lies in `root`, CIFAR-100 or a folder of class folders: a report in lines or a `DataError`."""
+    """Verify what lies in `root`, CIFAR-100, a packed store or class folders: a report in lines or a `DataError`."""
     path = Path(root).expanduser()
     if not path.is_dir():
         raise DataError(f"{path} is not a folder. Give one that holds {cifar.FOLDER}/ or one folder a class.")
+    if packed.is_store(path):
+        return packed.check(path)
+    if path.name == aircraft.FOLDER or (path / aircraft.FOLDER).is_dir():
+        return aircraft.check(path)
     if path.name == cifar.FOLDER or (path / cifar.FOLDER).is_dir():
         return cifar.check(path)
     if not any(entry.is_dir() for entry in path.iterdir()):

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ def list_files(root: str | Path | None, test_every: int = TEST_EVERY, test_folde
         return _list_split(path, test_folder)
     if test_folder is not None:
         raise DataError(f"{path} has no train/ for {test_folder}/ to go with: expected class folders in both")
-    files, ignored = _class_files(path)
+    files, ignored = class_files(path)
     train: list[tuple[Path, int]] = []
     test: list[tuple[Path, int]] = []
     for label, (name, members) in enumerate(files.items()):
@@ -87,8 +87,8 @@ def _list_split(root: Path, test_folder: str | None) -> Listing:
     found = next((name for name in candidates if (root / name).is_dir()), None)
     if found is None:
         raise DataError(f"{root} has train/ but no {' or '.join(n + '/' for n in candidates)}: expected both")
-    train, ignored_train = _class_files(root / "train")
-    test, ignored_test = _class_files(root / found)
+    train, ignored_train = class_files(root / "train")
+    test, ignored_test = class_files(root / found)
     for here, names, there, others in (("train", train, found, test), (found, test, "train", train)):
         for name in names:
             if name not in others:
@@ -103,9 +103,11 @@ def _list_split(root: Path, test_folder: str | None) -> Listing:
     )
 
 
-def _class_files(folder: Path) -> tuple[dict[str, list[Path]], int]:
-    """The image files of every class folder, sorted, and how many other files lie there."""
+def class_files(folder: Path, only: Collection[str] | None = None) -> tuple[dict[str, list[Path]], int]:
+    """The image files of every class folder (of those named), sorted, and how many other files lie there."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    if only is not None:
+        names = [name for name in names if name in only]
     if len(names) < 2:
         raise DataError(f"{folder} holds {len(names)} class folder(s), expected one for each of 2 classes or more")
     files: dict[str, list[Path]] = {}
@@ -177,7 +179,11 @@ def load(
 ) -> Dataset:
     if size < 1:
         raise ConfigError(f"size is {size}: expected the side of the images in pixels, 1 or more")
-    listing = list_files(root, test_every, test_folder)
+    return decode_listing(list_files(root, test_every, test_folder), size)
+
+
+def decode_listing(listing: Listing, size: int) -> Dataset:
+    """The listed images as a data set in memory."""
     train_images, train_labels = _decode(listing.train, size)
     test_images, test_labels = _decode(listing.test, size)
     return Dataset(
@@ -202,7 +208,7 @@ def _fingerprint(listing: Listing, train: Tensor, test: Tensor) -> str:
     ]
     digest = hashlib.sha256(json.dumps([listing.classes, names, list(train.shape)]).encode())
     for images in (train, test):
-        digest.update(memoryview(images.numpy()).cast("B"))
+        digest.update(images.contiguous().numpy().data.cast("B"))
     return digest.hexdigest()
 
 

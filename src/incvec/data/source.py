@@ -41,7 +41,10 @@ class ImageSource:
         self, indices: Tensor, generator: torch.Generator | None = None, views: Sequence[str] = ("test",)
     ) -> Batch:
         """The named views of the given rows. Views are drawn one after the other, in the order named."""
-        rows = self.images.index_select(0, indices)
+        return self.develop(self.images.index_select(0, indices), indices, generator, views)
+
+    def develop(self, rows: Tensor, indices: Tensor, generator: torch.Generator | None, views: Sequence[str]) -> Batch:
+        """The named views of these images, which are those of the given rows."""
         seen = tuple(self.views(name, rows, generator) for name in views)
         if self.channels_last:
             seen = tuple(view.contiguous(memory_format=torch.channels_last) for view in seen)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from incvec.data.prepare import fitted
 from incvec.errors import ConfigError, nearest
 from incvec.fusing import fused
 
@@ -165,14 +166,14 @@ def _centres(start: Tensor, extent: Tensor, size: int) -> Tensor:
     return 2 * (start[:, None] + inside) / size - 1
 
 
-def random_resized_crop(
+def draw_boxes(
     images: Tensor,
     generator: Generator,
     scale: tuple[float, float] = (0.2, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
     attempts: int = 10,
-) -> Tensor:
-    """A box of each image, stretched to full size: its share of the area from U(scale), log aspect from U(log ratio).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A box in each image (top, left, height, width): share of the area from U(scale), log aspect from U(log ratio).
 
     As in torchvision, the first of ten drawn boxes that fits is taken, else the largest central one; here all
     ten are drawn at once, since the number of draws may not depend on their values.
@@ -193,7 +194,18 @@ def random_resized_crop(
     place = torch.where(any_fits, place, 0.5)
     top = (place[0] * (h - height + 1)).floor().minimum(h - height)
     left = (place[1] * (w - width + 1)).floor().minimum(w - width)
-    return resized_window(images, top, left, height, width)
+    return top, left, height, width
+
+
+def random_resized_crop(
+    images: Tensor,
+    generator: Generator,
+    scale: tuple[float, float] = (0.2, 1.0),
+    ratio: tuple[float, float] = (3 / 4, 4 / 3),
+    attempts: int = 10,
+) -> Tensor:
+    """A random box of each image, stretched to full size."""
+    return resized_window(images, *draw_boxes(images, generator, scale, ratio, attempts))
 
 
 def rotate90(images: Tensor) -> Tensor:
@@ -222,9 +234,21 @@ class Views:
     - `flipped`: `test` mirrored, for class means over both; where `flip` is False it is `test` itself, since
       a mirrored image would be none of its class;
     - `raw`: pixels in [0, 1].
+
+    With a `size`, images are brought to it before anything else: short side, then the centre square.
     """
 
-    def __init__(self, pad: int, flip: bool, brightness: float, mean: Sequence[float], std: Sequence[float]) -> None:
+    size: int | None = None
+
+    def __init__(
+        self,
+        pad: int,
+        flip: bool,
+        brightness: float,
+        mean: Sequence[float],
+        std: Sequence[float],
+        size: int | None = None,
+    ) -> None:
         if len(mean) != len(std) or not all(s > 0 for s in std):
             raise ConfigError(
                 f"normalisation by mean {tuple(mean)} and std {tuple(std)}: expected as many of both, and every std > 0"
@@ -234,6 +258,7 @@ class Views:
         self.pad = pad
         self.flip = flip
         self.brightness = brightness
+        self.size = size
         self.channels_last = False  # the source's wish
         self.mean = torch.tensor(mean, dtype=torch.float32)[:, None, None]
         self.std = torch.tensor(std, dtype=torch.float32)[:, None, None]
@@ -242,7 +267,7 @@ class Views:
         """The same views with their constants on `device`, where a captured step needs them."""
         moved = Views.__new__(Views)
         moved.pad, moved.flip, moved.brightness = self.pad, self.flip, self.brightness
-        moved.channels_last = self.channels_last
+        moved.size, moved.channels_last = self.size, self.channels_last
         moved.mean, moved.std = self.mean.to(device), self.std.to(device)
         return moved
 
@@ -250,6 +275,8 @@ class Views:
         """Float images for uint8 ones, [B, C, H, W]; `generator` may be None for views that draw nothing."""
         if name not in NAMES:
             raise ConfigError(f"no view is called {name!r}, only {', '.join(NAMES)}." + nearest(name, NAMES))
+        if self.size is not None:
+            images = fitted(images, self.size, len(self.mean))
         if name == "raw":
             return to_float(images)
         if name == "train":

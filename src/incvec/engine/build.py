@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,7 +17,7 @@ import incvec
 from incvec.addons import find_addon
 from incvec.config import RunConfig
 from incvec.contracts import AddOn, Method, Task, World
-from incvec.data import Dataset, ImageSource, Views, class_order, relabel, split
+from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError
 from incvec.methods import find_method
@@ -37,15 +37,23 @@ class Parts:
     precision: str
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, local: int | None = None) -> torch.device:
+    """The device of that name; where several processes share a machine, `local` is this one's number there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"device {name!r} is not known; expected auto, cpu, cuda or cuda:N.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no CUDA device here.")
+    if device.type == "cuda" and ":" not in name and local is not None:
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {local} of this machine has no GPU of its own: there are {torch.cuda.device_count()}. Start "
+                f"as many (--nproc-per-node {torch.cuda.device_count()}), or choose --device cpu."
+            )
+        return torch.device("cuda", local)
     return device
 
 
@@ -93,26 +101,31 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
         raise ConfigError("engine=graph needs a CUDA device; use engine=auto or eager here.")
     norms = dataset.normalisations
     mean, std = norms.get(getattr(options, "normalisation", "default"), norms["default"])
-    views = Views(dataset.pad, dataset.flip, getattr(options, "brightness", 0.0), mean, std)
+    wanted = kind.input(options)
+    if wanted is not None:
+        mean, std = wanted.mean, wanted.std
+    size = None if wanted is None else wanted.size
+    views = make_views(dataset, getattr(options, "brightness", 0.0), mean, std, size)
     last = device.type == "cuda"
-    train = ImageSource(dataset.train_images, relabel(dataset.train_labels, order), views, device, last)
-    test = ImageSource(dataset.test_images, relabel(dataset.test_labels, order), views, device, last)
+    train = make_source(dataset.train_images, relabel(dataset.train_labels, order), views, device, last)
+    test = make_source(dataset.test_images, relabel(dataset.test_labels, order), views, device, last)
     check_counts(train, options, kind, tasks, dataset, order)
-    channels, height, width = dataset.train_images.shape[1:]
+    channels, height, width = dataset.image_shape
     world = World(
         device=device,
         tasks=tasks,
         sources={"train": train},
         generator=generator,
-        image_shape=(channels, height, width),
+        image_shape=(channels, height, width) if wanted is None else (len(mean), wanted.size, wanted.size),
         oracle=config.oracle,
+        class_names=tuple(dataset.class_names[label] for label in order),
         autocast=autocaster(device, precision),
     )
     generator.manual_seed(derive(config.seed, "build"))
     method = kind(options, world)
     method.to(device)
     if last:
-        method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        cast(Any, method).to(memory_format=torch.channels_last)  # torch's own stubs disagree about this call
     addons = []
     for name in config.addons:
         cls = find_addon(name)

@@ -23,14 +23,15 @@ from incvec.config import RunConfig, differences
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.engine import events as ev
-from incvec.engine.accelerate import compile_backbones, forget_compiled
 from incvec.engine.build import Parts, build, code_version, pick_device
 from incvec.engine.evaluate import correct_by_class
 from incvec.engine.files import Writer, read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.engine.ranks import ALONE, Ranks
+from incvec.engine.restore import grow, restore
 from incvec.engine.seeds import derive
 from incvec.engine.shared import BaseFile, Lock, base_key
 from incvec.engine.stage import StageLoop, capture
-from incvec.errors import CheckpointError, TrainingError
+from incvec.errors import CheckpointError, ConfigError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.metrics import counts_by_task, matrix_from_counts, summarise
 from incvec.records import FORMAT, environment, read_record
@@ -49,15 +50,18 @@ class Progress:
     seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
     base: dict[str, Any] = field(default_factory=dict)  # whether the base task's weights came from another run
+    ranks: list[int] = field(default_factory=list)  # over how many processes it ran; several where it went on with more
 
 
 class Run:
     """One method, its add-ons, one data set, one seed, in one folder."""
 
-    def __init__(self, config: RunConfig, dataset: Dataset, out: Path, bases: Path | None = None) -> None:
-        self.config, self.dataset, self.out, self.bases = config, dataset, out, bases
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, out: Path, bases: Path | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        self.config, self.dataset, self.out, self.bases, self.ranks = config, dataset, out, bases, ranks
         self.name = " + ".join([config.method, *config.addons]) + (" oracle" if config.oracle else "")
-        self.device = pick_device(config.device)
+        self.device = pick_device(config.device, ranks.local)
         self._new_generators()
         self.shuffle_generator = torch.Generator(self.device)
         self.position = (0, 0, 0)
@@ -117,10 +121,12 @@ class Run:
             yield ev.Finished(record, str(self.record_path), already=True)
             return
         self.parts = build(self.config, self.dataset, self.generator, self.device)
-        if not self._lock.acquire():
+        self._check_ranks()
+        if self.ranks.is_first and not self._lock.acquire():
             raise CheckpointError(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
         try:
             resumed = self._resume()
+            self._join()
             if self._later_notice:
                 self._note(self._later_notice)
                 yield ev.Notice(self._later_notice)
@@ -130,8 +136,10 @@ class Run:
                 yield from self._task(self.parts.tasks[self.position[0]])
             record = self._record()
             self._writer.wait()
-            write_bytes(self.record_path, (json.dumps(record, indent=1) + "\n").encode())
-            self.checkpoint_path.unlink(missing_ok=True)
+            if self.ranks.is_first:
+                write_bytes(self.record_path, (json.dumps(record, indent=1) + "\n").encode())
+                self.checkpoint_path.unlink(missing_ok=True)
+            self.ranks.wait()
             yield ev.Finished(record, str(self.record_path))
         finally:
             self.loop = None
@@ -141,9 +149,37 @@ class Run:
                 self.base.release()
             self._lock.release()
 
+    def _check_ranks(self) -> None:
+        """Before anything is trained: each rank takes an equal part of every batch."""
+        size = self.ranks.size
+        for stage in [s for task in self.parts.tasks for s in self._plan(task)] if size > 1 else []:
+            if stage.optimiser is not None and stage.batch_size % size:
+                raise ConfigError(
+                    f"stage {stage.name!r} of {stage.owner or self.config.method} has batches of {stage.batch_size}, "
+                    f"which {size} ranks cannot share equally. Choose a batch size that divides by {size}."
+                )
+        if self.parts.engine == "graph" and not self.ranks.captures:
+            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
+
+    def _join(self) -> None:
+        """All ranks are at the same place; what they write from here on is the first one's."""
+        size = self.ranks.size
+        if size not in self.progress.ranks:
+            self.progress.ranks.append(size)
+        if self.progress.ranks != [size]:
+            self.bases = None  # a base that several numbers of ranks have trained is nobody else's
+        self.ranks.wait()
+
+    def _settle(self, **more: Tensor) -> None:
+        """Every rank has run the same hook; where their devices differ in the last bit, the first one is right."""
+        if self.ranks.size > 1:
+            method = self.parts.method
+            self.ranks.broadcast({**method.state_dict(keep_vars=False), **method.store, **more})
+
     def _resume(self) -> str | None:
-        sweep_temporaries(self.out)
-        sweep_temporaries(self.out / "snapshots")
+        if self.ranks.is_first:
+            sweep_temporaries(self.out)
+            sweep_temporaries(self.out / "snapshots")
         if self.checkpoint_path.exists():
             tensors, meta = read_tensors(self.checkpoint_path)
             self._same_config(meta["config"], self.checkpoint_path)
@@ -197,11 +233,12 @@ class Run:
         own = len(self.parts.method.stages(self.parts.tasks[0]))
         if self.bases is None or self.position > (0, own, 0):
             return
-        self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts))
-        while not self.base.acquire():
+        self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts, self.ranks))
+        while not self.ranks.agree(self.ranks.is_first and self.base.acquire()):
             yield ev.Tick(waiting=True, blocked=True)
-        sweep_temporaries(self.bases)
-        if self.base.exists() and self.position == (0, 0, 0):
+        if self.ranks.is_first:
+            sweep_temporaries(self.bases)
+        if self.ranks.agree(self.base.exists()) and self.position == (0, 0, 0):
             tensors, meta = read_tensors(self.base.file)
             self._load(tensors, meta, addons=False)
             self.progress.base = {"key": self.base.file.stem, "shared": True}
@@ -234,12 +271,13 @@ class Run:
         method, addons = self.parts.method, self.parts.addons
         began = time.monotonic()
         if self.position == (task.index, 0, 0):
-            self._grow(task)
+            grow(self.parts, task, self.config.seed)
             self._reseed(task.index, "begin_task")
             method.begin_task(task)
             for addon in self._listeners(task):
                 self._reseed(task.index, "begin_task", addon.name)
                 addon.begin_task(task)
+            self._settle()
         stages = self._plan(task)
         own = len(method.stages(task))
         while self.position[1] < len(stages):
@@ -253,6 +291,7 @@ class Run:
             addon.end_task(task, self.base_fisher if task.index == 0 else None)
         self._reseed(task.index, "end_task")
         method.end_task(task)
+        self._settle()
         self.progress.facts.append({addon.name: addon.facts() for addon in addons})
         self.progress.task_seconds.append(round(time.monotonic() - began, 3))  # of this life, without evaluation
         yield from self._evaluate(task)
@@ -261,13 +300,8 @@ class Run:
         self.position = (task.index + 1, 0, 0)
         yield self._save()
 
-    def _grow(self, task: Task) -> None:
-        self._reseed(task.index, "grow")
-        self.parts.method.task = task
-        self.parts.method.grow(task)
-
     def _publish_base(self) -> Iterator[ev.Event]:
-        if self.base is not None and not self.base.exists():
+        if self.base is not None and self.ranks.is_first and not self.base.exists():
             began = time.monotonic()
             write_tensors(self.base.file, self._tensors(addons=False), self._meta("base"))
             yield ev.Saved(str(self.base.file), time.monotonic() - began)
@@ -285,12 +319,15 @@ class Run:
                 state[name].copy_(weight)
         self._reseed(task.index, "evaluation")
         method.begin_evaluation(task)
+        self._settle()
         rows = self.parts.test.rows_of(0, task.n_seen)
-        for name, counts in correct_by_class(method, self.parts.world, self.parts.test, rows, task).items():
+        found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks)
+        for name, counts in found.items():
             self.progress.correct.setdefault(name, []).append(counts)
         trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
         snapshot = {**self._snapshot(), **trained}
-        write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", task.index + 1))
+        if self.ranks.is_first:
+            write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", task.index + 1))
         with torch.no_grad():
             for name, weight in kept.items():
                 state[name].copy_(weight)
@@ -316,9 +353,11 @@ class Run:
                     rows = given
             if rows is None:
                 raise TrainingError(f"stage {stage.name!r} was given no rows by {stage.owner or parts.method.name}.")
+            self._settle(rows=rows)
             self.loop = self._make_loop(task, stage, rows)
         loop = self.loop
-        loop.set_mode()
+        loop.set_mode(self.config.sync_batchnorm)
+        lane = (f"rank {self.ranks.rank} of {self.ranks.size}",) if loop.sharded else ()  # its samples, its draws
         yield from self._speed_up(loop)
         self._rows_seen[(task.index == 0, stage.name)] = float(len(loop.rows))
         yield ev.StageStarted(task.index, stage.name, stage.epochs, self.position[2], len(loop.rows), loop.steps)
@@ -327,8 +366,8 @@ class Run:
         began = time.monotonic()
         for epoch in range(self.position[2], stage.epochs):
             where = (task.index, stage.name, epoch)
-            self._reseed(*where, "loss")
-            self.views_generator.manual_seed(derive(self.config.seed, *where, "views"))
+            self._reseed(*where, "loss", *lane)
+            self.views_generator.manual_seed(derive(self.config.seed, *where, "views", *lane))
             self.shuffle_generator.manual_seed(derive(self.config.seed, *where, "shuffle"))
             loop.prepare(epoch, self.shuffle_generator)
             if main_of_base and loop.fisher is not None:
@@ -337,6 +376,7 @@ class Run:
                 addon.begin_epoch(task, stage, epoch + 1)
             for _ in loop.epoch():
                 yield ev.Tick()
+            self.ranks.average_statistics(parts.method)
             for addon in listeners:
                 addon.end_epoch(task, stage, epoch + 1, loop.optimiser)
             current = (epoch, *self._fetch_history(loop))
@@ -364,6 +404,7 @@ class Run:
         self._reseed(task.index, stage.name, "end_stage")
         if stage.owner is None:
             parts.method.end_stage(task, stage)
+        self._settle()
         self.loop = None
         self.position = (task.index, number + 1, 0)
         yield self._save()
@@ -371,7 +412,7 @@ class Run:
     def _make_loop(self, task: Task, stage: Stage, rows: Tensor) -> StageLoop:
         parts = self.parts
         listeners = self._listeners(task, stage)
-        loop = StageLoop(parts.method, listeners, parts.world, stage, rows, self.views_generator)
+        loop = StageLoop(parts.method, listeners, parts.world, stage, rows, self.views_generator, self.ranks)
         if task.index == 0 and stage.role == "main":
             loop.fisher = BatchFisher(loop.parameters)
         return loop
@@ -382,9 +423,7 @@ class Run:
             return
         if loop.stage.eager:
             self._note(f"stage {loop.stage.name!r} runs eagerly: {loop.stage.eager}")
-            forget_compiled(self.parts.method)
             return
-        compile_backbones(self.parts.method)
         for addon in loop.addons:
             addon.begin_epoch(self.parts.method.task, loop.stage, self.position[2] + 1)
         live = {**self._tensors(addons=False), **loop.parameters}
@@ -392,23 +431,27 @@ class Run:
             try:
                 self._writer.wait()  # its buffers are freed in a thread, which a capture must not see
                 capture(loop, live, [self.generator, self.views_generator], compiled=attempt != "captured")
-                return
+                problem = ""
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
-                forget_compiled(self.parts.method)
-                self._new_generators()  # a broken capture leaves its generators unusable
-                loop.views_generator = self.views_generator
-                text = f"stage {loop.stage.name!r} could not be {attempt}: {type(error).__name__}: {error}"[:500]
-                self._note(text)
-                yield ev.Notice(text)
+                problem = f"{type(error).__name__}: {error}"
+            if not self.ranks.any(bool(problem)):  # all ranks go the same way
+                return
+            loop.replay = None
+            self._new_generators()  # a broken capture leaves its generators unusable
+            loop.views_generator = self.views_generator
+            text = f"stage {loop.stage.name!r} could not be {attempt}: {problem or 'not on every rank'}"[:500]
+            self._note(text)
+            yield ev.Notice(text)
 
     def _note(self, text: str) -> None:
         if text not in self.progress.notices:
             self.progress.notices.append(text)
 
     def _fetch_history(self, loop: StageLoop) -> tuple[Tensor, Any]:
-        """Queue a copy of the epoch's loss terms to the host; nothing waits here."""
+        """Queue a copy of the epoch's loss terms, those of all ranks averaged, to the host; nothing waits here."""
+        self.ranks.average_([loop.history])
         if self.device.type != "cuda":
             return loop.history.clone(), None
         host = torch.empty(loop.history.shape, pin_memory=True)
@@ -528,55 +571,25 @@ class Run:
 
     def _load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
         """Grow the structure the file was written with, then fill in the values."""
-        method = self.parts.method
         self.loop = None
-        first = meta["grown"]
-        for task in self.parts.tasks[: first + 1]:
-            self._grow(task)
-        groups: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            room, _, rest = name.partition("/")
-            groups.setdefault(room, {})[rest] = tensor
-        live = method.state_dict(keep_vars=False)
-        given = groups.get("method", {})
-        missing = [n for n in live if n not in given and not n.startswith("teacher.")]
-        strange = [n for n in given if n not in live]
-        if missing or strange:
-            raise CheckpointError(
-                f"the saved weights do not fit {method.name}: missing {missing[:3]}, unexpected {strange[:3]}. "
-                "They were written by another version; move them away to start anew."
-            )
-        with torch.no_grad():
-            for name, tensor in given.items():
-                if live[name].shape != tensor.shape:
-                    raise CheckpointError(
-                        f"saved tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(live[name].shape)}."
-                    )
-                live[name].copy_(tensor)
-        method.store = {name: t.to(self.device, copy=True) for name, t in groups.get("store", {}).items()}
+        groups = restore(self.parts, tensors, meta, self.config.seed, addons)
         if "fisher" in groups:
             self.base_fisher = {name: t.to(self.device, copy=True) for name, t in groups["fisher"].items()}
         self.position = tuple(meta["position"])
         self.progress = Progress(**meta["progress"])
         self._clock = time.monotonic()
-        if addons:
-            by_addon: dict[str, dict[str, Tensor]] = {}
-            for name, tensor in groups.get("addon", {}).items():
-                addon_name, _, rest = name.partition("/")
-                by_addon.setdefault(addon_name, {})[rest] = tensor.to(self.device, copy=True)
-            for addon in self.parts.addons:
-                addon.load_state(by_addon.get(addon.name, {}))
         if "loop" in groups:
             task = self.parts.tasks[self.position[0]]
             stage = self._plan(task)[self.position[1]]
             self.loop = self._make_loop(task, stage, groups["loop"]["rows"].to(self.device))
             self.loop.load_state(groups["loop"])
-        method.restored()
 
     def _seconds(self) -> float:
         return round(self.progress.seconds + time.monotonic() - self._clock, 3)
 
     def _save_due(self) -> bool:
+        if not self.ranks.is_first:
+            return False
         if self.device.type == "cuda":
             writer = self._writer
             return not writer.busy() and time.monotonic() - writer.finished > SAVING_SHARE * writer.took
@@ -585,6 +598,8 @@ class Run:
 
     def _save(self) -> ev.Saved:
         began = time.monotonic()
+        if not self.ranks.is_first:
+            return ev.Saved(str(self.checkpoint_path), 0.0)
         if self.device.type == "cuda":
             self._writer.submit(self.checkpoint_path, self._tensors(), self._meta("checkpoint"))
             return ev.Saved(str(self.checkpoint_path), time.monotonic() - began)
@@ -647,9 +662,11 @@ class Run:
                 "kind": self.parts.engine,
                 "precision": self.parts.precision,
                 "notices": self.progress.notices,
+                "ranks": self.progress.ranks,
             },
             "environment": environment(self.device),
             "data_fingerprint": self.dataset.fingerprint,
+            "data": dict(self.dataset.about),
         }
 
 

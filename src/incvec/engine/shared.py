@@ -17,10 +17,11 @@ from incvec.config import RunConfig, digest
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.engine.build import Parts, code_version
+from incvec.engine.ranks import ALONE, Ranks
 from incvec.errors import CheckpointError
 
 
-def base_key(config: RunConfig, dataset: Dataset, parts: Parts) -> str:
+def base_key(config: RunConfig, dataset: Dataset, parts: Parts, ranks: Ranks = ALONE) -> str:
     """Everything that decides the base task's weights."""
     task: Task = parts.tasks[0]
     method: Method = parts.method
@@ -37,6 +38,8 @@ def base_key(config: RunConfig, dataset: Dataset, parts: Parts) -> str:
         "device": parts.world.device.type,
         "stages": [stage.describe() for stage in method.stages(task)],
     }
+    if ranks.size > 1:
+        account |= {"ranks": ranks.size, "sync_batchnorm": config.sync_batchnorm}
     return digest(account)
 
 

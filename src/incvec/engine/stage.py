@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from incvec.contracts import AddOn, Method, Stage, World
-from incvec.errors import ConfigError
+from incvec.data import Streamed
+from incvec.engine.ranks import ALONE, Ranks
+from incvec.errors import ConfigError, TrainingError
 from incvec.fusing import fusing
 from incvec.ivt.fisher import BatchFisher
 
@@ -90,13 +92,20 @@ class StageLoop:
         stage: Stage,
         rows: Tensor,
         views_generator: torch.Generator,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.method, self.addons, self.world, self.stage = method, addons, world, stage
+        self.ranks = ranks
+        # A measuring pass sums up what it sees, in places of its own: every rank makes the whole of it.
+        self.sharded = stage.optimiser is not None and ranks.size > 1
         self.rows = rows
         self.batch = min(stage.batch_size, len(rows))
+        if self.sharded:
+            self.batch -= self.batch % ranks.size
         self.steps = len(rows) // self.batch if self.batch else 0
         if self.steps == 0:
-            raise ConfigError(f"stage {stage.name!r} of {method.name} has no rows to train on.")
+            few = f" (each of {ranks.size} ranks needs one; there are {len(rows)})" if self.sharded else ""
+            raise ConfigError(f"stage {stage.name!r} of {method.name} has no rows to train on{few}.")
         self.views_generator = views_generator
         self.fisher: BatchFisher | None = None
         device = world.device
@@ -107,8 +116,13 @@ class StageLoop:
         self.factors = stage.schedule.factors(stage.epochs, self.steps)
         self.rates = self.factors[: self.steps].to(device)
         self.order = rows[: self.steps * self.batch].clone()
+        source = world.sources[stage.source]
+        self.streamed = source if isinstance(source, Streamed) else None
+        self.fetch = source.fetch if self.streamed is None else self.streamed.staged
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
         self.lanes = torch.arange(self.batch, device=device)
+        if self.sharded:
+            self.lanes = self.lanes[ranks.slice(self.batch)]
         self.terms: list[str] = []
         self.history = torch.zeros(0, device=device)
         self.loss: Callable[..., Mapping[str, Tensor]] = stage.loss or method.loss
@@ -119,7 +133,7 @@ class StageLoop:
     def step(self) -> None:
         """Fetch, forward, backward, transform, add-ons, optimiser: static tensor code throughout."""
         rows = self.order.index_select(0, self.cursor * self.batch + self.lanes)
-        batch = self.world.sources[self.stage.source].fetch(rows, self.views_generator, self.stage.views)
+        batch = self.fetch(rows, self.views_generator, self.stage.views)
         with torch.set_grad_enabled(bool(self.parameters)), self.world.autocast():
             terms = self.loss(batch)
             total = torch.stack([term.float() for term in terms.values()]).sum()
@@ -127,10 +141,12 @@ class StageLoop:
         if self.parameters:
             parameters = list(self.parameters.values())
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+            self._check_reached(gradients)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None and gradient.stride() != parameter.stride():
                     gradient = torch.empty_like(parameter).copy_(gradient)  # fused optimisers want one layout
                 parameter.grad = gradient
+            self.ranks.reduce_gradients(parameters)
             self.method.gradients(self.parameters)
             if self.fisher is not None:
                 self.fisher.accumulate(self.parameters.items())  # zeroed as each epoch begins
@@ -143,6 +159,15 @@ class StageLoop:
             for parameter in parameters:
                 parameter.grad = None
         self.cursor += 1
+
+    def _check_reached(self, gradients: Sequence[Tensor | None]) -> None:
+        """A parameter that no loss reaches may be meant so; a whole network that none reaches is a fault."""
+        network = [g is None for name, g in zip(self.parameters, gradients, strict=True) if ".backbone." in name]
+        if network and all(network):
+            raise TrainingError(
+                f"stage {self.stage.name!r} of {self.method.name} trains {len(network)} tensors of the backbone, but "
+                "its loss reaches none of them: a fault of the method or the engine. --engine eager may get round it."
+            )
 
     def _note(self, terms: Mapping[str, Tensor]) -> None:
         if not self.terms:
@@ -163,6 +188,8 @@ class StageLoop:
         shuffled = torch.randperm(len(self.rows), generator=shuffle, device=self.rows.device)
         self.order.copy_(self.rows[shuffled[: len(self.order)]])
         self.cursor.zero_()
+        if self.streamed is not None:
+            self.streamed.ahead(self.order.view(self.steps, self.batch)[:, self.lanes])
         factors = self.factors[epoch * self.steps : (epoch + 1) * self.steps]
         if self.stage.schedule.by == "step":
             self.rates.copy_(factors)
@@ -174,13 +201,16 @@ class StageLoop:
         """Queue the epoch's steps."""
         run = self.replay or self.step
         for number in range(self.steps):
+            if self.streamed is not None:
+                self.streamed.next()
             run()
             if number % TICK == TICK - 1:
                 yield None
 
-    def set_mode(self) -> None:
-        """Train mode as the stage asks for it."""
+    def set_mode(self, synchronised: bool = True) -> None:
+        """Train mode as the stage asks for it; BatchNorm over all ranks where each has but a part of the batch."""
         self.method.train()
+        self.ranks.set_norms(self.method, synchronised and self.sharded)
         if self.stage.batchnorm == "frozen":
             for module in self.method.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):

@@ -1,32 +1,20 @@
 """Straight lines between two states of a network, theta(x) = (1 - x) theta_a + x theta_b.
 
 Two solutions are linearly connected where nothing is lost between them. `path` walks the line for any model
-of yours; `snapshot_model` rebuilds what a run had after one of its tasks, so that the same can be done there.
+of yours, and `barrier` says how much is lost on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from incvec.config import RunConfig
-from incvec.contracts import Method, Task
-from incvec.data import Dataset
-from incvec.engine.build import Parts, build, pick_device
-from incvec.engine.files import read_tensors
-from incvec.engine.seeds import derive
-from incvec.errors import CheckpointError, ConfigError, DataError
-from incvec.presets import resolve
-
 Value = TypeVar("Value")
 State = Mapping[str, Tensor]
-CHUNK = 500  # test images a launch
 
 
 def positions(points: int = 51) -> list[float]:
@@ -49,7 +37,7 @@ def path(
         before = copy.deepcopy(model.state_dict())
         train(model)
         curve = path(model, before, model.state_dict(), test_accuracy)
-        barrier = max((1 - x) * curve[0] + x * curve[-1] - y for x, y in zip(positions(), curve))
+        lost = barrier(curve)
     """
     live = tensors_of(model.state_dict())
     a, b = fitted(state_a, live, "state_a"), fitted(state_b, live, "state_b")
@@ -62,11 +50,38 @@ def path(
     return found
 
 
+def barrier(curve: Sequence[float], falls: bool = True) -> float:
+    """How far a path bends away from the straight line between its ends, at its worst; never below 0.
+
+        max over x of  (1 - x) y(0) + x y(1) - y(x)       for an accuracy, where `falls` is bad
+        max over x of  y(x) - (1 - x) y(0) - x y(1)       for a loss
+
+    The points of `curve` are evenly spaced, as those of `path` are.
+    """
+    sign = 1 if falls else -1
+    rows = zip(positions(len(curve)), curve, strict=True)
+    return max([0.0, *(sign * ((1 - x) * curve[0] + x * curve[-1] - y) for x, y in rows)])
+
+
 def between(a: Tensor, b: Tensor, x: float) -> Tensor:
     """(1 - x) a + x b, exactly a at 0 and b at 1; of integers the nearer one."""
     if a.is_floating_point() and 0 < x < 1:
         return torch.lerp(a, b, x)
     return a if x < 0.5 else b
+
+
+def blend(corners: Sequence[Tensor], weights: Sequence[float], bounded: bool) -> Tensor:
+    """sum_k w_k corner_k; where `bounded`, never outside of the corners' range (a variance must not become
+    negative); of integers those of the corner that weighs most."""
+    if not corners[0].is_floating_point():
+        return corners[max(range(len(weights)), key=lambda k: weights[k])]
+    total = weights[0] * corners[0]
+    for weight, corner in zip(weights[1:], corners[1:], strict=True):
+        total = total + weight * corner
+    if bounded and min(weights) < 0:
+        given = torch.stack(list(corners))
+        total = total.clamp(given.amin(0), given.amax(0))
+    return total
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -109,117 +124,3 @@ def kept(model: nn.Module, live: State) -> Iterator[None]:
                 tensor.copy_(saved[name])
         for module, training in modes:
             module.training = training
-
-
-@dataclass
-class Rebuilt:
-    """A method as a run had it after a task, and what is needed to evaluate it."""
-
-    config: RunConfig
-    parts: Parts
-    task: Task  # the last one its structure was grown for
-
-    @property
-    def method(self) -> Method:
-        return self.parts.method
-
-    @property
-    def model(self) -> nn.Module:
-        return self.parts.method.model
-
-    def state(self) -> dict[str, Tensor]:
-        """A copy of the deployed model's tensors."""
-        return {name: tensor.detach().clone() for name, tensor in tensors_of(self.model.state_dict()).items()}
-
-
-def snapshot_model(
-    run: str | Path,
-    task: int,
-    dataset: Dataset,
-    grow_to: int | None = None,
-    device: str | torch.device | None = None,
-) -> Rebuilt:
-    """The method with the weights a run had after `task` (counted from 0).
-
-    `run` is the run's folder. With `grow_to`, the structure is grown on for the tasks up to that one, and the
-    rows of their classes have the values they had in the run when it grew them, before any imprinting (on a
-    device of the same kind). `device` is the run's own unless given.
-    """
-    file = Path(run) / "snapshots" / f"task-{task:02d}.safetensors"
-    if not file.exists():
-        raise DataError(
-            f"there is no snapshot {file}: the run has not come to that task, or lies elsewhere. `incvec run` "
-            "with the run's own settings makes it."
-        )
-    tensors, meta = read_tensors(file)
-    if meta.get("kind") != "snapshot":
-        raise CheckpointError(f"{file} is a {meta.get('kind')}, not a snapshot of a task.")
-    config = resolve(meta["config"])
-    where = torch.device(device) if device is not None else pick_device(config.device)
-    generator = torch.Generator(where)
-    parts = build(config, dataset, generator, where)
-    if parts.order != meta["class_order"]:
-        raise DataError(f"{file} was made with other classes, or in another order, than {dataset.name} has.")
-    last = meta["grown"] if grow_to is None else grow_to
-    if not meta["grown"] <= last < len(parts.tasks):
-        raise ConfigError(
-            f"grow_to is {grow_to}: the snapshot has grown for task {meta['grown']}, the run's last is "
-            f"{len(parts.tasks) - 1}; expected a task between them."
-        )
-    for each in parts.tasks[: meta["grown"] + 1]:
-        grow(parts.method, each, config.seed, generator)
-    fill(parts.method, tensors, file)
-    for each in parts.tasks[meta["grown"] + 1 : last + 1]:
-        grow(parts.method, each, config.seed, generator)
-    parts.method.eval()
-    return Rebuilt(config, parts, parts.tasks[last])
-
-
-def grow(method: Method, task: Task, seed: int, generator: torch.Generator) -> None:
-    """Structure for one more task, new rows drawn as the run drew them."""
-    generator.manual_seed(derive(seed, task.index, "grow"))
-    method.task = task
-    method.grow(task)
-
-
-def fill(method: Method, tensors: State, file: Path) -> None:
-    """Copy a snapshot's weights and store into a method of the same structure."""
-    live = method.state_dict(keep_vars=False)
-    given = {n.removeprefix("method/"): tensor for n, tensor in tensors.items() if n.startswith("method/")}
-    wanted = {name for name in live if not name.startswith("teacher.")}
-    if wanted != set(given) or any(live[name].shape != tensor.shape for name, tensor in given.items()):
-        odd = sorted(wanted ^ set(given)) or sorted(n for n, t in given.items() if live[n].shape != t.shape)
-        raise CheckpointError(
-            f"{file} does not fit {method.name} as this version builds it: {some(odd)} differ(s). "
-            "Run it again with this version."
-        )
-    with torch.no_grad():
-        for name, tensor in given.items():
-            live[name].copy_(tensor)
-    device = method.world.device
-    method.store = {
-        name.removeprefix("store/"): tensor.to(device) for name, tensor in tensors.items() if name.startswith("store/")
-    }
-
-
-def task_accuracy(rebuilt: Rebuilt, task: int = 0) -> Callable[[nn.Module], float]:
-    """A function for `path`: percent right on the test images of one task, by the logits of all classes grown.
-
-    Logits alone decide, since class means belong to one set of weights and not to a whole line of them.
-    """
-    parts = rebuilt.parts
-    chosen = parts.tasks[task]
-    rows = parts.test.rows_of(chosen.first, chosen.last)
-
-    @torch.no_grad()
-    def evaluate(model: nn.Module) -> float:
-        model.eval()
-        right = torch.zeros((), device=parts.world.device)
-        for part in rows.split(CHUNK):
-            with parts.world.autocast():
-                batch = parts.test.fetch(part, None, ("test",))
-                logits = model(batch.images).logits
-            right += (logits.argmax(1) == batch.labels).sum()
-        return 100 * right.item() / len(rows)
-
-    return evaluate

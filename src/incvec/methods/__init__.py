@@ -12,6 +12,7 @@ METHODS = {
     "ewc": "incvec.methods.ewc:EWC",
     "fcs": "incvec.methods.fcs:FCS",
     "finetune": "incvec.methods.finetune:Finetune",
+    "flyp": "incvec.methods.flyp:FLYP",
     "geodl": "incvec.methods.geodl:GeoDL",
     "icarl": "incvec.methods.icarl:ICaRL",
     "joint": "incvec.methods.joint:Joint",
@@ -21,8 +22,12 @@ METHODS = {
     "mrfa": "incvec.methods.mrfa:MRFA",
     "pass": "incvec.methods.prototype_aug:PASS",
     "podnet": "incvec.methods.podnet:PODNet",
+    "rapf": "incvec.methods.rapf:RAPF",
     "replay": "incvec.methods.replay:Replay",
+    "slca": "incvec.methods.slca:SLCA",
+    "spu": "incvec.methods.spu:SPU",
     "ssre": "incvec.methods.ssre:SSRE",
+    "zeroshot": "incvec.methods.zeroshot:ZeroShot",
 }
 
 

@@ -74,9 +74,13 @@ class ImageMethod(Method):
 
     def __init__(self, options: TrainOptions, world: World) -> None:
         super().__init__(options, world)
-        channels = world.image_shape[0]
-        backbone = build_backbone(options.net, channels=channels, generator=world.generator)
-        self.model = Classifier(backbone, self.make_head(backbone.width)).to(world.device)
+        self.model = self.make_model().to(world.device)
+
+    def make_model(self) -> Any:
+        """A backbone of the options' choice with the method's head."""
+        channels = self.world.image_shape[0]
+        backbone = build_backbone(self.options.net, channels=channels, generator=self.world.generator)
+        return Classifier(backbone, self.make_head(backbone.width))
 
     def make_head(self, width: int) -> Head:
         raise TypeError(f"{type(self).__name__} names no head")

@@ -21,6 +21,9 @@ image (where k classes are new, the authors keep a share of about 1 - 1/k). An i
 an old one (the oracle's), has weight 0 in every term, though BatchNorm sees it. The authors' key encoder is a copy
 that gets the current weights at each step; in train mode its own running statistics play no part, so the backbone
 itself does the work here, and its statistics are put back.
+
+With several ranks, partners, contrast, weighted means and the norm of the distillation act on each rank's local batch:
+fewer pairs and fewer keys than in one process, and a norm of fewer rows.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ over the whole complement, by one plain SVD. It trains without LUCIR's margin lo
 it imports in the end takes the squared distance (f_old - f_new)^T G (f_old - f_new) of the normalised features
 in place of the cosine: `form="released"`. Subspaces have rank batch - 2 there; here never more than half the
 dimension, beyond which two subspaces have to meet. lambda is 10 in the released ImageNet command; none is
-released for CIFAR-100, so it is LUCIR's 5, whose ImageNet value is 10 as well.
+released for CIFAR-100, so it is LUCIR's 5, whose ImageNet value is 10 as well. With several ranks the subspaces are
+those of each rank's local batch.
 """
 
 from __future__ import annotations

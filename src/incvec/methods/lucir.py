@@ -9,7 +9,8 @@ class's features under the old model, as long as the old rows are on average.
 As the authors' code has it: the old rows do not move in the main stage, sigma does. On CIFAR-100 there is no
 class-balanced stage after it; `balance_epochs=20` gives the one they run on ImageNet, which trains all rows on the
 exemplars, BatchNorm fixed. Unlike there, a batch without old samples has a margin term of 0 by a mask, not by a
-branch, and class means use a real mirror image (theirs reverses the colour channels).
+branch, and class means use a real mirror image (theirs reverses the colour channels). With several ranks the margin
+term is a mean over the old samples of each local batch.
 """
 
 from __future__ import annotations

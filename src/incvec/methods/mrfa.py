@@ -13,7 +13,8 @@ samples. The teacher is pushed by the same G, with the norm of its own h_l. On t
 (`distillation="sum"`: CE + KD, the authors' choice for streams without a large base task; `"none"`: CE alone, their
 plain replay). They pass only the old samples through the network for G; here the whole batch goes, the new ones with
 weight 0: the shapes stay fixed, and with running statistics no sample sees another. They write KD as a cross-entropy,
-which has the same gradient. Their herding is the greedy form, ours iCaRL's own.
+which has the same gradient. Their herding is the greedy form, ours iCaRL's own. With several ranks, G's mean is over
+the old samples of each local batch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ features, and p~ noisy prototypes of old classes (see `prototypes.py`), an incre
     CE(z(X) / tau) + 10 || Phi(X) - Phi_old(X) ||_F + 10 CE(z(p~) / tau, 4c).
 
 Only the outputs 4y of the images as they are classify. The norm is the authors': over the whole batch, neither
-squared nor averaged, so its weight grows with the root of the batch size.
+squared nor averaged, so its weight grows with the root of the batch size. With several ranks it is taken over each
+rank's local batch and the norms are averaged: its weight is then that of the local batch size.
 
 The authors run the network a second time for the features (which moves BatchNorm's running statistics twice a
 step); here it runs once. They take prototypes in the training view (`prototype_view="train"`), without the last

@@ -12,6 +12,9 @@ kernel has it added in the middle, so both run as one, and folding changes no ou
 gradient (the authors let it through, PyCIL does not), and are at least 0, as they are after a ReLU anyway. The
 base task's training is not part of the authors' release; it is PyCIL's. Prototypes are class means under the test
 view. PyCIL's stronger augmentation in the first increment is left out: it is there by an error in a condition.
+
+The distillation is a sum, so with several ranks it acts on local batches: averaged over the ranks it weighs what it
+would with a batch of the local size.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from incvec.fusing import fused
+from incvec.nets.kernels import convolve
+
 Entrance = Literal["3x3", "3x3+pool", "7x7+pool"]
 Shortcut = Literal["pad", "conv"]
 Activation = Literal["every", "but-last", "but-stage-ends", "none"]
@@ -132,9 +135,10 @@ class Residual(nn.Module):
             self.shortcut = ConvShortcut(channels, out, stride)
         self.relu = relu
 
+    @fused(dynamic=False)
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
-        y = self.norm2(self.conv2(y)) + self.shortcut(x)
+        y = F.relu(self.norm1(convolve(self.conv1, x)), inplace=True)
+        y = self.norm2(convolve(self.conv2, y)) + self.shortcut(x)
         return F.relu(y, inplace=True) if self.relu else y
 
 
@@ -150,6 +154,7 @@ class Stem(nn.Module):
         self.norm = Norm(out)
         self.pooled = entrance != "3x3"
 
+    @fused(dynamic=False)
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm(self.conv(x)), inplace=True)
         return F.max_pool2d(y, 3, stride=2, padding=1) if self.pooled else y

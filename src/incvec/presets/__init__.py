@@ -22,6 +22,15 @@ from incvec.methods import METHODS, find_method
 STREAMS: dict[str, dict[str, Any]] = {
     "cifar100": {"base_classes": 50, "tasks": 5},
     "digits": {"base_classes": 4, "tasks": 3},
+    "imagenet": {"base_classes": 500, "tasks": 10},
+    "imagenet-subset": {"base_classes": 50, "tasks": 5},
+    "tiny-imagenet-100": {"base_classes": 50, "tasks": 5},
+}
+# Methods that start from pre-trained weights: equal tasks, no base half.
+UNIFORM: dict[str, dict[str, Any]] = {
+    "aircraft": {"base_classes": 0, "tasks": 10},
+    "cifar100": {"base_classes": 0, "tasks": 10},
+    "digits": {"base_classes": 0, "tasks": 5},
 }
 
 
@@ -66,6 +75,7 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     if isinstance(given.get("addons"), str) or not all(isinstance(name, str) for name in given.get("addons", ())):
         raise ConfigError(f"setting addons = {given['addons']!r} is not possible: expected a list of names.")
     method, addons = given["method"], tuple(given.get("addons", ()))
+    pretrained = find_method(method).pretrained
     kinds = {method: find_method(method).Options} | {name: find_addon(name).Options for name in addons}
     dataset = given.get("dataset", "digits")
     if dataset not in DATASETS:
@@ -79,14 +89,16 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
         own = given.pop(name, None) or {}
         if not isinstance(own, Mapping):
             raise ConfigError(f"{name} takes settings of its own ({name}.key=value), it was given {own!r}.")
-        options = validate(kind, {**preset(name, dataset, variant), **own}, where=name)
+        which = "pretrained" if pretrained and name != method else variant  # the paper treats those models otherwise
+        options = validate(kind, {**preset(name, dataset, which), **own}, where=name)
         sections[name] = options.model_dump(mode="json")
     fields = set(RunConfig.model_fields) - {"sections"}
     for key in given:
         if key not in fields:
             other = " (its method or add-on is not part of this run)" if key in METHODS or key in ADDONS else ""
             raise ConfigError(f"unknown setting {key!r}{other}.{nearest(key, [*fields, *kinds])}")
-    values = {**STREAMS.get(dataset, {}), **given}
+    stream = {"base_classes": 0, **UNIFORM.get(dataset, {})} if pretrained else STREAMS.get(dataset, {})
+    values = {**stream, **given}
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
     return config
 

@@ -19,6 +19,7 @@ from incvec.data import DATASETS
 from incvec.errors import DataError
 from incvec.methods import METHODS, find_method
 from incvec.nets import backbones
+from incvec.nets.dual import DUALS
 from incvec.presets import presets
 from incvec.records import find_records, read_record
 
@@ -70,7 +71,7 @@ def dataset_table() -> str:
 
 
 def network_table() -> str:
-    return table(["name", "what it is"], [[code(name), summary] for name, summary in backbones().items()])
+    return table(["name", "what it is"], [[code(name), summary] for name, summary in {**backbones(), **DUALS}.items()])
 
 
 def standing(records: Iterable[Record]) -> str:
@@ -112,7 +113,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def overview() -> str:
     """The names alone, for the README."""
-    names = {"methods": METHODS, "add-ons": ADDONS, "data sets": DATASETS, "networks": backbones()}
+    names = {"methods": METHODS, "add-ons": ADDONS, "data sets": DATASETS, "networks": {**backbones(), **DUALS}}
     return table(["there are", "by name"], [[kind, listed(known, code)] for kind, known in names.items()])
 
 

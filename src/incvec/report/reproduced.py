@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -18,7 +19,47 @@ import yaml
 from incvec.records import find_records, read_record
 
 METRICS = ("AA", "LA", "FM")
-Cell = dict[int, dict[str, float]]  # by seed
+TASKS = (5, 10, 25)
+Seed = tuple[int, int | None]  # of the training and of the class order
+Cell = dict[Seed, dict[str, float | None]]
+
+# Settings outside the sections that make a run another experiment; seeds, device and engine do not.
+SETTINGS = (
+    "base_classes",
+    "class_order",
+    "class_list",
+    "variant",
+    "precision",
+    "start",
+    "image_size",
+    "sync_batchnorm",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One cell: our values, one a seed, and the paper's; either may be missing."""
+
+    ours: tuple[float, ...]
+    paper: float | None
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.mean(self.ours) if self.ours else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over seeds; none for a single one."""
+        return statistics.stdev(self.ours) if len(self.ours) > 1 else None
+
+    @property
+    def error(self) -> float | None:
+        """Standard error of the mean."""
+        return None if self.deviation is None else self.deviation / len(self.ours) ** 0.5
+
+    @property
+    def difference(self) -> float | None:
+        return None if self.mean is None or self.paper is None else self.mean - self.paper
 
 
 @cache
@@ -34,10 +75,7 @@ def row_name(record: Mapping[str, Any]) -> str:
 
 def is_standard(record: Mapping[str, Any]) -> bool:
     """Whether a record belongs in the main table: the preset's settings, not an oracle, not begun elsewhere."""
-    config = record["config"]
-    return not (record["oracle"] or config.get("start") or config.get("variant", "paper") != "paper") and not (
-        record.get("label") or changed_settings(record)
-    )
+    return not (record["oracle"] or record.get("label") or changed_settings(record))
 
 
 def changed_settings(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,11 +83,14 @@ def changed_settings(record: Mapping[str, Any]) -> dict[str, Any]:
     from incvec.presets import resolve
 
     given = {key: record["config"][key] for key in ("method", "dataset")} | {"addons": record["addons"]}
-    preset = resolve(given).sections
-    return {
+    preset = resolve(given)
+    usual = preset.resolved()
+    own = record["config"]
+    changed = {key: own[key] for key in SETTINGS if key in own and own[key] != usual.get(key)}
+    return changed | {
         f"{section}.{key}": value
-        for section, values in preset.items()
-        for key, value in record["config"].get(section, {}).items()
+        for section, values in preset.sections.items()
+        for key, value in own.get(section, {}).items()
         if values.get(key) != value
     }
 
@@ -59,8 +100,56 @@ def cells(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
     found: dict[tuple[str, int], Cell] = {}
     for record in records:
         metrics = {name: record["metrics"][name] for name in METRICS}
-        found.setdefault((row_name(record), record["tasks"]), {})[record["seed"]] = metrics
+        seed = (record["seed"], record.get("order_seed"))
+        found.setdefault((row_name(record), record["tasks"]), {})[seed] = metrics
     return found
+
+
+def standard_cells(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
+    return cells([r for r in records if r["dataset"] == dataset and is_standard(r)])
+
+
+def compare(dataset: str, tasks: int, records: Sequence[Mapping[str, Any]]) -> dict[str, list[Comparison]]:
+    """The paper's rows for one number of tasks: AA, LA and FM, ours beside theirs."""
+    ours = standard_cells(dataset, records)
+    found = {}
+    for row, values in paper()[dataset]["rows"].items():
+        if tasks in values:
+            cell = ours.get((row, tasks), {})
+            found[row] = [
+                Comparison(known(seed[metric] for seed in cell.values()), theirs)
+                for metric, theirs in zip(METRICS, values[tasks], strict=True)
+            ]
+    return found
+
+
+def compare_gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Comparison]]:
+    """What IVT adds to AA, LA and FM by (host, tasks): differences of runs that share their seeds."""
+    ours = standard_cells(dataset, records)
+    values = paper().get(dataset, {"rows": {}})["rows"]
+    found = {}
+    for (row, tasks), cell in sorted(ours.items()):
+        with_ivt = ours.get((f"{row} + ivt", tasks), {})
+        seeds = sorted(set(cell) & set(with_ivt), key=str)
+        if not seeds:
+            continue
+        theirs: Sequence[float | None] = [None] * len(METRICS)
+        if tasks in values.get(row, {}) and tasks in values.get(f"{row} + ivt", {}):
+            pairs = zip(values[f"{row} + ivt"][tasks], values[row][tasks], strict=True)
+            theirs = [after - before for after, before in pairs]
+        found[row, tasks] = [
+            Comparison(known(minus(with_ivt[seed][metric], cell[seed][metric]) for seed in seeds), theirs[place])
+            for place, metric in enumerate(METRICS)
+        ]
+    return found
+
+
+def known(values: Iterable[float | None]) -> tuple[float, ...]:
+    return tuple(value for value in values if value is not None)
+
+
+def minus(after: float | None, before: float | None) -> float | None:
+    return None if after is None or before is None else after - before
 
 
 def spread(values: Sequence[float]) -> str:
@@ -72,43 +161,27 @@ def spread(values: Sequence[float]) -> str:
 
 def table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """One line a row and number of tasks: ours, the paper's, the difference."""
-    ours = cells([r for r in records if r["dataset"] == dataset and is_standard(r)])
     lines = ["| row | tasks | AA | paper | diff | LA | paper | diff | FM | paper | diff |", "|---" * 11 + "|"]
-    for tasks in (5, 10, 25):
-        for row, values in paper()[dataset]["rows"].items():
-            if tasks not in values:
-                continue
-            cell = ours.get((row, tasks))
+    for tasks in TASKS:
+        for row, values in compare(dataset, tasks, records).items():
             texts = []
-            for metric, theirs in zip(METRICS, values[tasks], strict=True):
-                if cell is None:
-                    texts += ["not run", f"{theirs:.2f}", ""]
-                    continue
-                mine = [seed[metric] for seed in cell.values()]
-                texts += [spread(mine), f"{theirs:.2f}", f"{statistics.mean(mine) - theirs:+.2f}"]
+            for value in values:
+                difference = "" if value.difference is None else f"{value.difference:+.2f}"
+                texts += [spread(value.ours) if value.ours else "not run", f"{value.paper:.2f}", difference]
             lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
     return lines
 
 
 def gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """IVT's gain, paired by seed, beside the paper's."""
-    ours = cells([r for r in records if r["dataset"] == dataset and is_standard(r)])
-    values = paper()[dataset]["rows"]
     lines = ["| host | tasks | seeds | AA | paper | LA | paper | FM | paper |", "|---" * 9 + "|"]
-    for (row, tasks), cell in sorted(ours.items()):
-        with_ivt = ours.get((f"{row} + ivt", tasks))
-        if with_ivt is None:
-            continue
-        seeds = sorted(set(cell) & set(with_ivt))
+    for (row, tasks), values in compare_gains(dataset, records).items():
         texts = []
-        for place, metric in enumerate(METRICS):
-            pairs = [with_ivt[seed][metric] - cell[seed][metric] for seed in seeds]
-            theirs = ""
-            if tasks in values.get(row, {}) and tasks in values.get(f"{row} + ivt", {}):
-                theirs = f"{values[f'{row} + ivt'][tasks][place] - values[row][tasks][place]:+.2f}"
-            error = f" ± {statistics.stdev(pairs) / len(pairs) ** 0.5:.2f}" if len(pairs) > 1 else ""
-            texts += [f"{statistics.mean(pairs):+.2f}{error}", theirs]
-        lines.append(f"| {row} | {tasks} | {len(seeds)} | " + " | ".join(texts) + " |")
+        for value in values:
+            error = "" if value.error is None else f" ± {value.error:.2f}"
+            texts.append("" if value.mean is None else f"{value.mean:+.2f}{error}")
+            texts.append("" if value.paper is None else f"{value.paper:+.2f}")
+        lines.append(f"| {row} | {tasks} | {len(values[0].ours)} | " + " | ".join(texts) + " |")
     return lines if len(lines) > 2 else []
 
 

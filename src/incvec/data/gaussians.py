@@ -1,0 +1,71 @@
+"""Sources that are no images: class Gaussians, whose row c is class c, and features kept from a frozen network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from incvec.contracts import Batch
+
+
+class GaussianSource:
+    """Every row fetched is a fresh draw from its class, scale_c mean_c + L_c z with z from N(0, I)."""
+
+    labels: Tensor
+
+    def __init__(self, means: Tensor, factors: Tensor, scales: Tensor | None = None) -> None:
+        self.centres = means if scales is None else means * scales[:, None]
+        self.factors = factors
+        self.labels = torch.arange(len(means), device=means.device)
+
+    def fetch(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str] = ()) -> Batch:
+        drawn = draw(self.centres, self.factors, indices, generator)
+        return Batch((drawn,), indices, indices)
+
+
+class FeatureSource:
+    """Features computed once, by row; it has one view, whatever its name."""
+
+    labels: Tensor
+
+    def __init__(self, features: Tensor, labels: Tensor) -> None:
+        self.features, self.labels = features, labels
+
+    def fetch(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str] = ()) -> Batch:
+        return Batch((self.features.index_select(0, indices),), self.labels.index_select(0, indices), indices)
+
+
+def draw(means: Tensor, factors: Tensor, classes: Tensor, generator: torch.Generator | None, each: int = 1) -> Tensor:
+    """`each` draws of each of the given classes, mean_c + L_c z, class by class; classes may repeat.
+
+    A batch of matrix products over the classes as given, so that no shape hangs on a value.
+    """
+    width = means.shape[1]
+    z = torch.randn(len(classes), width, each, generator=generator, device=means.device, dtype=means.dtype)
+    spread = torch.bmm(factors.index_select(0, classes), z).transpose(1, 2)
+    return (means.index_select(0, classes)[:, None, :] + spread).flatten(0, 1)
+
+
+def class_gaussians(
+    features: Tensor, labels: Tensor, classes: range, ridge: float, shrink: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Means [C, d] and lower factors L [C, d, d] of the classes, L L' = unbiased covariance + ridge I.
+
+    A class of one sample has no covariance but the ridge. With `shrink` the mean of the diagonal is added to the
+    diagonal and the mean of the other entries to those. Computed in float64, handed out in float32.
+    """
+    means, factors = [], []
+    for label in classes:
+        own = features[labels == label].double()
+        centred = own - own.mean(0)
+        covariance = centred.T @ centred / max(len(own) - 1, 1)
+        eye = torch.eye(own.shape[1], dtype=own.dtype, device=own.device)
+        if shrink:
+            on = covariance.diagonal().mean()
+            off = (covariance.sum() - covariance.diagonal().sum()) / max(eye.numel() - len(eye), 1)
+            covariance = covariance + on * eye + off * (1 - eye)
+        means.append(own.mean(0).float())
+        factors.append(torch.linalg.cholesky(covariance + ridge * eye).float())
+    return torch.stack(means), torch.stack(factors)

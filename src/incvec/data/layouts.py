@@ -1,0 +1,201 @@
+"""Where the images of a data set lie: torchvision's ImageNet, Tiny-ImageNet's own layout, or any class folders.
+
+`imagenet`: train/WNID/* and val/WNID/*, or a flat val/ whose classes stand in a ground-truth file. That file is one of
+- lines of an image's name and its class (a WNID, or a number counting the sorted training folders from 0);
+  Kaggle's LOC_val_solution.csv is of this kind;
+- the development kit's ILSVRC2012_validation_ground_truth.txt, one number a line for the sorted images, which count
+  the synsets of the meta.mat beside it.
+
+`tiny-imagenet`: train/WNID/images/* and val/images/* with val/val_annotations.txt. `folder`: see folder.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from incvec.data.class_lists import ClassList
+from incvec.data.folder import EXTENSIONS, TEST_EVERY, Listing, class_files, list_files
+from incvec.errors import ConfigError, DataError, nearest
+
+LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
+DEVKIT = "ILSVRC2012_validation_ground_truth.txt"
+GROUND_TRUTHS = ("LOC_val_solution.csv", "val.txt", "val_annotations.txt", DEVKIT)
+WNID = re.compile(r"n\d{8}")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of a data set's files before any image is opened."""
+
+    name: str
+    listing: Listing
+    class_list: str | None  # the list that chose the classes, where one did
+
+
+def find_layout(root: Path) -> str:
+    """Which layout a folder has, by what lies in it."""
+    train, val = root / "train", root / "val"
+    if (val / "val_annotations.txt").is_file() and (val / "images").is_dir():
+        return "tiny-imagenet"
+    if train.is_dir() and val.is_dir():
+        classes = [entry.name for entry in train.iterdir() if entry.is_dir()]
+        if classes and all(WNID.fullmatch(name) for name in classes):
+            return "imagenet"
+    return "folder"
+
+
+def list_images(
+    root: str | Path | None,
+    layout: str | None = None,
+    chosen: ClassList | None = None,
+    ground_truth: Path | None = None,
+    test_every: int = TEST_EVERY,
+    test_folder: str | None = None,
+) -> Layout:
+    """The image files of a data set with their labels; of the `chosen` classes only, where a list is given."""
+    if root is None:
+        raise DataError("this data set needs a data root: the folder its images lie in")
+    path = Path(root).expanduser()
+    if not path.is_dir():
+        raise DataError(f"{path} is not a folder; expected train/ and val/, or one folder a class")
+    if layout is not None and layout not in LAYOUTS:
+        raise ConfigError(f"no layout is called {layout!r}.{nearest(layout, LAYOUTS)} Layouts: {', '.join(LAYOUTS)}.")
+    name = layout or find_layout(path)
+    if ground_truth is not None and name != "imagenet":
+        raise ConfigError(f"a ground-truth file belongs to the layout 'imagenet'; {path} is read as {name!r}")
+    if name == "folder":
+        listing = list_files(path, test_every, test_folder)
+        listing = listing if chosen is None else _select(listing, chosen)
+    else:
+        listing = _list_pair(path, name, chosen, ground_truth)
+    return Layout(name, listing, None if chosen is None else chosen.name)
+
+
+def _select(listing: Listing, chosen: ClassList) -> Listing:
+    """The chosen classes of a listing, numbered anew."""
+    _all_there(chosen, listing.classes, listing.root)
+    number = {name: label for label, name in enumerate(chosen.classes)}
+    train, test = (
+        tuple((file, number[listing.classes[label]]) for file, label in part if listing.classes[label] in number)
+        for part in (listing.train, listing.test)
+    )
+    in_order = sorted(train, key=lambda row: row[1]), sorted(test, key=lambda row: row[1])
+    return Listing(listing.root, chosen.classes, tuple(in_order[0]), tuple(in_order[1]), listing.ignored, listing.rule)
+
+
+def _all_there(chosen: ClassList, have: Collection[str], where: Path) -> None:
+    missing = sorted(set(chosen.classes) - set(have))
+    if missing:
+        raise DataError(
+            f"{len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} are not in {where}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        )
+
+
+def _list_pair(root: Path, name: str, chosen: ClassList | None, ground_truth: Path | None) -> Listing:
+    train_root, val_root = root / "train", root / "val"
+    for folder in (train_root, val_root):
+        if not folder.is_dir():
+            raise DataError(f"{folder} is missing: the layout {name!r} has train/ and val/")
+    everything = tuple(sorted(entry.name for entry in train_root.iterdir() if entry.is_dir()))
+    if chosen is not None:
+        _all_there(chosen, everything, train_root)
+    only = None if chosen is None else frozenset(chosen.classes)
+    train, ignored = class_files(train_root, only)
+    if name == "tiny-imagenet":
+        truth = val_root / "val_annotations.txt"
+        val, rule = _flat(val_root / "images", truth, everything, train), f"train/ and val/ by {truth.name}"
+    elif ground_truth is None and any(entry.is_dir() for entry in val_root.iterdir()):
+        val, more = class_files(val_root, only)
+        ignored, rule = ignored + more, "train/ and val/"
+    else:
+        truth = ground_truth or _find_truth(root)
+        val, rule = _flat(val_root, truth, everything, train), f"train/ and val/ by {truth.name}"
+    for here, names, there, others in (("train", train, "val", val), ("val", val, "train", train)):
+        for lacking in names:
+            if lacking not in others:
+                raise DataError(
+                    f"class {lacking!r} is in {root / here} but has no image in {root / there}: expected some in both"
+                )
+    return Listing(
+        root,
+        tuple(train),
+        tuple((file, label) for label, files in enumerate(train.values()) for file in files),
+        tuple((file, label) for label, files in enumerate(val[name] for name in train) for file in files),
+        ignored,
+        rule,
+    )
+
+
+def _find_truth(root: Path) -> Path:
+    places = [root, root / "val", *sorted(root.glob("*devkit*")), *sorted(root.glob("*devkit*/data"))]
+    for place in places:
+        for name in GROUND_TRUTHS:
+            if (place / name).is_file():
+                return place / name
+    raise DataError(
+        f"{root / 'val'} holds images but no class folders, and no ground truth lies beside it "
+        f"({', '.join(GROUND_TRUTHS)}). Name the file, or sort the images into one folder a class."
+    )
+
+
+def _flat(folder: Path, truth: Path, everything: Sequence[str], wanted: Mapping[str, object]) -> dict[str, list[Path]]:
+    """The images of a flat folder by class, those of the wanted classes only."""
+    images = sorted(file for file in folder.iterdir() if file.suffix.lower() in EXTENSIONS and file.name[0] != ".")
+    classes = _read_truth(truth, [file.stem for file in images], everything)
+    found: dict[str, list[Path]] = {}
+    for file in images:
+        name = classes.get(file.stem)
+        if name is None:
+            raise DataError(f"{truth} does not say which class {file} has")
+        if name in wanted:
+            found.setdefault(name, []).append(file)
+    return found
+
+
+def _read_truth(file: Path, stems: Sequence[str], everything: Sequence[str]) -> dict[str, str]:
+    """Class by image name without its ending."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read as a ground truth: {error}") from error
+    rows = [re.split(r"[\s,]+", line.strip()) for line in lines]
+    if rows and rows[0][0].lower() == "imageid":
+        rows = rows[1:]
+    if not rows:
+        raise DataError(f"{file} is empty; expected a line for each of {len(stems)} images")
+    if all(len(row) == 1 and row[0].isdigit() for row in rows):
+        return _read_devkit(file, [int(row[0]) for row in rows], stems)
+    bad = next((row for row in rows if len(row) < 2), None)
+    if bad is not None:
+        raise DataError(f"{file}: the line {' '.join(bad)!r} has no class; expected an image's name and its class")
+    names, classes = [Path(row[0]).stem for row in rows], [row[1] for row in rows]
+    if all(text.isdigit() for text in classes):
+        # Numbers mean nothing beside a part of the classes, where they would count other folders.
+        highest = max(map(int, classes))
+        if highest != len(everything) - 1:
+            raise DataError(
+                f"{file} numbers its classes from 0 to {highest}, but there are {len(everything)} training folders to "
+                "count: give a file that names the classes"
+            )
+        classes = [everything[int(text)] for text in classes]
+    return dict(zip(names, classes, strict=True))
+
+
+def _read_devkit(file: Path, numbers: Sequence[int], stems: Sequence[str]) -> dict[str, str]:
+    meta = file.parent / "meta.mat"
+    if not meta.is_file():
+        raise DataError(f"{file} counts the synsets of the development kit; its meta.mat is missing in {file.parent}")
+    if len(numbers) != len(stems):
+        raise DataError(f"{file} has {len(numbers)} lines for {len(stems)} images: expected as many of both")
+    from scipy.io import loadmat  # type: ignore[import-untyped]
+
+    try:
+        synsets = loadmat(str(meta), squeeze_me=True)["synsets"]
+        wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets if int(row["num_children"]) == 0}
+        return {stem: wnids[number] for stem, number in zip(stems, numbers, strict=True)}
+    except Exception as error:
+        raise DataError(f"{meta} cannot be read as the development kit's synsets: {error!r}") from error

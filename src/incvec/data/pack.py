@@ -1,0 +1,332 @@
+"""Packing: decode every image of a data set once, on all cores, into a store (see packed.py).
+
+Images lie at fixed places in the shards, so that processes write without knowing of one another. The unit of work is
+a chunk of rows; a journal has a line, with the hash of its bytes, for every chunk that was written. Packing that was
+broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those is
+made again. `store.json` is written last, once all files are on the disk.
+
+Images are turned as their EXIF says, made RGB, and brought to the side as torchvision's Resize and CenterCrop do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from incvec.data.folder import open_image
+from incvec.data.layouts import Layout
+from incvec.data.packed import (
+    FORMAT,
+    JOURNAL,
+    LEFT_OUT,
+    PARTS,
+    STORE,
+    Bytes,
+    Store,
+    chunk_hash,
+    digest,
+    open_store,
+    sealed,
+)  # fmt: skip
+from incvec.data.plan import VERSIONS, Chunk, Done, Journal, Plan, unwritten
+from incvec.errors import ConfigError, DataError
+
+SHARD_BYTES = 1 << 31
+CHUNK_BYTES = 1 << 25
+CHUNK_ROWS = 256
+Progress = Callable[[int, int], None]  # images done, of how many
+
+
+def fitted(image: Image.Image, side: int) -> Bytes:
+    """Resize(side) and CenterCrop(side) as torchvision does them with tensors, bit for bit: [3, side, side].
+
+    With Pillow's images it does them slower and, in a few pixels of a thousand, one level of 255 apart.
+    """
+    width, height = image.size
+    short = min(width, height)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    if short != side:
+        long = int(side * max(width, height) / short)
+        height, width = (long, side) if width <= height else (side, long)
+        pixels = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
+    left, top = round((width - side) / 2), round((height - side) / 2)
+    cut: Bytes = pixels[:, top : top + side, left : left + side].numpy()
+    return cut
+
+
+def make_chunk(root: str, chunk: Chunk) -> Done:
+    """Decode a chunk's files and write its rows; a row without a readable image stays zeros."""
+    rows = np.zeros((len(chunk.files), 3, chunk.side, chunk.side), np.uint8)
+    bad = []
+    for i, file in enumerate(chunk.files):
+        try:
+            rows[i] = fitted(open_image(Path(file)), chunk.side)
+        except DataError as error:
+            bad.append((i, str(error)))
+    content = rows.data.cast("B")
+    path = Path(root, chunk.shard)
+    try:
+        handle = os.open(path, os.O_WRONLY)
+        try:
+            written = 0
+            while written < len(content):
+                written += os.pwrite(handle, content[written:], chunk.offset + written)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise DataError(unwritten(path, error)) from error
+    return Done(chunk.number, digest(content), bad)
+
+
+def _watch_parent() -> None:
+    """A worker ends with the process that started it, however that ended; Ctrl-C is for that one to hear."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the other cores have their own
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def watch(sentinel: int) -> None:
+            wait([sentinel])
+            os._exit(1)
+
+        threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another process is packing into {root}; wait for it or choose another place") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def pack(
+    layout: Layout,
+    root: str | Path,
+    side: int = 256,
+    unreadable: Literal["refuse", "leave-out"] = "refuse",
+    workers: int | None = None,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    chunk_rows: int | None = None,
+) -> Store:
+    """Make a store of the listed images, or go on with one; returns it opened."""
+    if side < 1:
+        raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
+    path, row = Path(root).expanduser(), 3 * side * side
+    shard_rows = max(1, shard_bytes // row)
+    plan = Plan(path, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{path} cannot be made a folder: {error.strerror}") from error
+    with _locked(path):
+        if (path / STORE).is_file():
+            return _finished(plan)
+        journal = Journal(path / JOURNAL)
+        done = _begin(plan, journal)
+        _work(plan, journal, done, workers or cores(), progress)
+        return _finish(plan, done, unreadable)
+
+
+def cores() -> int:
+    """The cores this process may use; the machine may have more."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _finished(plan: Plan) -> Store:
+    store = open_store(plan.root)
+    if store.about.get("key") != plan.key:
+        raise DataError(
+            f"{plan.root} holds a store of other images or settings ({len(store.classes)} classes, side {store.side}). "
+            "Choose another place, or remove it first."
+        )
+    return store
+
+
+def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
+    """What earlier packing left that is whole; shards of their full size, where there are none yet."""
+    key, done = journal.read()
+    if key is None:
+        strangers = [entry.name for entry in plan.root.iterdir() if entry.name not in (".lock", JOURNAL)]
+        if strangers:
+            raise DataError(f"{plan.root} is not empty ({strangers[0]}): expected a new folder, or a broken-off store")
+        journal.write({"key": plan.key})
+    elif key != plan.key:
+        raise DataError(
+            f"{plan.root} holds a broken-off packing of other images or settings. Choose another place, or remove it."
+        )
+    chunks = plan.work
+    with ThreadPoolExecutor(cores()) as pool:
+        right = pool.map(
+            lambda chunk: (
+                chunk.number in done
+                and not done[chunk.number].bad  # its files may have been mended since
+                and chunk_hash(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
+                == done[chunk.number].hash
+            ),
+            chunks,
+        )
+        whole = {chunk.number: done[chunk.number] for chunk, kept in zip(chunks, right, strict=True) if kept}
+    for part in PARTS:
+        for shard, rows in plan.shards(part):
+            try:
+                with open(plan.root / shard, "ab") as file:
+                    file.truncate(rows * plan.row_bytes)  # full length, no blocks yet
+            except OSError as error:
+                raise DataError(unwritten(plan.root / shard, error)) from error
+    _check_space(plan)
+    return whole
+
+
+def _check_space(plan: Plan) -> None:
+    total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
+    needed = total - sum(file.stat().st_blocks * 512 for file in plan.root.glob("*.bin"))
+    free = shutil.disk_usage(plan.root).free
+    if needed > free:
+        raise DataError(
+            f"{plan.root} needs {needed / 1e9:.1f} GB more and has {free / 1e9:.1f} GB free. Free some, or choose a "
+            "smaller --size."
+        )
+
+
+def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, progress: Progress | None) -> None:
+    """Make what is missing, in processes of their own where there is enough of it."""
+    chunks = plan.work
+    total = sum(len(chunk.files) for chunk in chunks)
+    count = sum(len(chunk.files) for chunk in chunks if chunk.number in done)
+    left = [chunk for chunk in chunks if chunk.number not in done]
+    if progress is not None:
+        progress(count, total)
+    waiting = Counter(chunk.shard for chunk in left)
+    with ThreadPoolExecutor(1) as writer:  # shards go to the disk while others are being made
+        for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
+            journal.write({"chunk": made.number, "hash": made.hash, "bad": made.bad})
+            done[made.number] = made
+            count += len(chunk.files)
+            waiting[chunk.shard] -= 1
+            if not waiting[chunk.shard]:
+                writer.submit(_sync, plan.root / chunk.shard)
+            if progress is not None:
+                progress(count, total)
+
+
+def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
+    if workers <= 1:
+        for chunk in chunks:
+            yield chunk, make_chunk(root, chunk)
+        return
+    # Not forked from here: a process with threads (a progress bar is one) must not be.
+    context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+    if os.name == "posix":
+        context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
+        jobs: dict[Future[Done], Chunk] = {pool.submit(make_chunk, root, chunk): chunk for chunk in chunks}
+        try:
+            for job in as_completed(jobs):
+                yield jobs[job], job.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a packing process died, perhaps for want of memory; run the same command again, with fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
+    chunks = plan.work
+    bad = [message for chunk in chunks for _, message in done[chunk.number].bad]
+    if bad and unreadable == "refuse":
+        _write(plan.root / "unreadable.txt", "\n".join(bad) + "\n")
+        shown = "\n".join(f"  {message}" for message in bad[:10])
+        raise DataError(
+            f"{len(bad)} image(s) cannot be read (all are listed in {plan.root / 'unreadable.txt'}):\n{shown}\n"
+            "Replace them, or leave them out with --unreadable leave-out; then run the same command again."
+        )
+    parts: dict[str, dict[str, Any]] = {}
+    number = 0
+    for part in PARTS:
+        labels = np.array([label for _, label in plan.files(part)], dtype="<i4")
+        hashes, row = [], 0
+        for _, _, files in plan.chunks(part):
+            for i, _ in done[number].bad:
+                labels[row + i] = LEFT_OUT
+            hashes.append(done[number].hash)
+            row += len(files)
+            number += 1
+        names = plan.names(part).encode()
+        for label, count in enumerate(np.bincount(labels[labels >= 0], minlength=len(plan.layout.listing.classes))):
+            if count == 0:
+                name = plan.layout.listing.classes[label]
+                raise DataError(f"class {name!r} has no readable {part} image left: replace some, or leave it out")
+        _write(plan.root / f"{part}-labels.bin", labels.tobytes())
+        _write(plan.root / f"{part}-files.txt", names)
+        parts[part] = {
+            "shards": plan.shards(part), "chunk": plan.chunk_rows, "hashes": hashes,
+            "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
+        }  # fmt: skip
+    if bad:
+        _write(plan.root / "left-out.txt", "\n".join(bad) + "\n")
+    for part in PARTS:
+        for shard, _ in plan.shards(part):
+            _sync(plan.root / shard)
+    layout = plan.layout
+    content = [plan.side, layout.listing.classes, [[p["labels_hash"], p["hashes"]] for p in parts.values()]]
+    account = {
+        "format": FORMAT,
+        "side": plan.side,
+        "classes": list(layout.listing.classes),
+        "fingerprint": digest(json.dumps(content).encode()),
+        "about": {
+            "layout": layout.name, "rule": layout.listing.rule, "class_list": layout.class_list,
+            "left_out": len(bad), "versions": VERSIONS, "key": plan.key,
+        },
+        "parts": parts,
+    }  # fmt: skip
+    temporary = plan.root / f"{STORE}.part"
+    _write(temporary, json.loads(json.dumps(account)))
+    os.replace(temporary, plan.root / STORE)
+    _sync(plan.root)
+    for leftover in (JOURNAL, "unreadable.txt"):
+        (plan.root / leftover).unlink(missing_ok=True)
+    return open_store(plan.root)
+
+
+def _write(path: Path, content: bytes | str | dict[str, Any]) -> None:
+    text = sealed(content) if isinstance(content, dict) else content
+    try:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        _sync(path)
+    except OSError as error:
+        raise DataError(unwritten(path, error)) from error
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

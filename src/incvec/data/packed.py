@@ -1,0 +1,337 @@
+"""A packed store: the images of a data set decoded once, as uint8 files that are mapped, never read whole.
+
+    STORE/store.json            what it is: classes, side, shards, a hash of every chunk, and of this file itself
+    STORE/train-00000.bin ...   rows of channels x side x side bytes, one after the other; likewise test-...
+    STORE/train-labels.bin      int32 a row, -1 where an unreadable image was left out (its row is zeros)
+    STORE/train-files.txt       the file each row was made from
+
+`open_store` looks at sizes and reads labels; `check` reads and verifies everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from incvec.errors import DataError
+
+FORMAT = 1
+STORE = "store.json"
+JOURNAL = "journal.jsonl"
+PARTS = ("train", "test")
+LEFT_OUT = -1
+ROOM = 0.6  # of the free memory: what resident images may take, the rest being the network's
+Placement = Literal["resident", "streamed"]
+Bytes = NDArray[np.uint8]
+Rows = NDArray[np.int64]
+
+
+def digest(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def sealed(account: Mapping[str, Any]) -> str:
+    """The account as JSON, with a hash of itself."""
+    return json.dumps({**account, "hash": digest(json.dumps(account, sort_keys=True).encode())}, indent=1)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One half of a store, as its files say."""
+
+    shards: tuple[tuple[str, int], ...]  # file name and rows
+    chunk: int  # rows a hash stands for; chunks do not cross shards
+    hashes: tuple[str, ...]
+    labels_hash: str
+    files_hash: str
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.shards)
+
+    def chunks(self) -> list[tuple[str, int, int]]:
+        """File, first row in it and number of rows of every chunk, in the order of the hashes."""
+        return [
+            (name, first, min(self.chunk, rows - first))
+            for name, rows in self.shards
+            for first in range(0, rows, self.chunk)
+        ]
+
+
+@cache
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="incvec-read")
+
+
+class PackedImages:
+    """uint8 images [N, C, H, W] in mapped files: has a tensor's shape and type, and is read by `gather`."""
+
+    dtype = torch.uint8
+
+    def __init__(
+        self, shards: Sequence[tuple[Path, int]], slots: Rows, row: tuple[int, int, int], placement: Placement | None
+    ) -> None:
+        self.shards, self.slots, self.row, self.placement = tuple(shards), slots, row, placement
+        self._starts: Rows = np.cumsum([0, *(rows for _, rows in shards)], dtype=np.int64)
+        self._maps: list[tuple[mmap.mmap, Bytes] | None] = [None] * len(self.shards)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.slots), *self.row))
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel()
+
+    def dim(self) -> int:
+        return 4
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, row: int) -> Tensor:
+        out = torch.empty(1, *self.row, dtype=torch.uint8)
+        self.gather(np.asarray([row], dtype=np.int64), out.numpy())
+        return out[0]
+
+    def select(self, rows: Rows) -> PackedImages:
+        """The given rows, as images of their own in the same files."""
+        return PackedImages(self.shards, self.slots[rows], self.row, self.placement)
+
+    def _map(self, shard: int) -> tuple[mmap.mmap, Bytes]:
+        found = self._maps[shard]
+        if found is None:
+            path, rows = self.shards[shard]
+            with open(path, "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            array = np.frombuffer(mapped, dtype=np.uint8, count=rows * int(np.prod(self.row))).reshape(rows, *self.row)
+            found = self._maps[shard] = mapped, array
+        return found
+
+    def _places(self, rows: Rows) -> tuple[list[int], list[int]]:
+        """Shard and row in it, for every row."""
+        slots = self.slots[rows]
+        shards = np.searchsorted(self._starts, slots, side="right") - 1
+        return shards.tolist(), (slots - self._starts[shards]).tolist()
+
+    def will_need(self, rows: Rows) -> None:
+        """Have the system begin to read these rows; waits for nothing."""
+        advice = getattr(mmap, "MADV_WILLNEED", None)
+        if advice is None:
+            return
+        size = int(np.prod(self.row))
+        for shard, row in zip(*self._places(rows), strict=True):
+            first = row * size // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map(shard)[0].madvise(advice, first, (row + 1) * size - first)
+
+    def gather(self, rows: Rows, out: Bytes) -> None:
+        """Copy the given rows into `out` [len(rows), C, H, W], in several threads."""
+        shards, inner = self._places(rows)
+        for shard in set(shards):
+            self._map(shard)
+
+        def copy(first: int, last: int) -> None:
+            for i in range(first, last):
+                out[i] = self._map(shards[i])[1][inner[i]]
+
+        step = max(8, -(-len(rows) // _readers()._max_workers))
+        if len(rows) <= step:
+            return copy(0, len(rows))
+        jobs: list[Future[None]] = [
+            _readers().submit(copy, first, min(first + step, len(rows))) for first in range(0, len(rows), step)
+        ]
+        for job in jobs:
+            job.result()
+
+    def fits(self, device: torch.device) -> bool:
+        """Whether all of it shall lie on the device, for good."""
+        if self.placement is not None:
+            return self.placement == "resident"
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:  # mapped pages are memory already; a copy is worth it for small stores alone
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        return self.nbytes <= ROOM * free
+
+    def to(self, device: torch.device | str) -> Tensor | PackedImages:
+        """One tensor on the device where it fits, else itself, to be streamed."""
+        where = torch.device(device)
+        return self.resident(where) if self.fits(where) else self
+
+    def resident(self, device: torch.device) -> Tensor:
+        """All images as one tensor on the device, copied piece by piece."""
+        images = torch.empty(self.shape, dtype=torch.uint8, device=device)
+        step = max(1, (1 << 28) // max(1, int(np.prod(self.row))))
+        pinned = device.type == "cuda"
+        for first in range(0, len(self), step):
+            rows = np.arange(first, min(first + step, len(self)), dtype=np.int64)
+            if pinned:
+                piece = torch.empty(len(rows), *self.row, dtype=torch.uint8, pin_memory=True)
+                self.gather(rows, piece.numpy())
+                images[first : first + len(rows)].copy_(piece, non_blocking=True)
+            else:
+                self.gather(rows, images[first : first + len(rows)].numpy())
+        return images
+
+
+@dataclass(frozen=True)
+class Store:
+    """An opened store; no image has been read."""
+
+    root: Path
+    side: int
+    classes: tuple[str, ...]
+    about: Mapping[str, Any]  # layout, rule, class list, how many were left out, with what it was made
+    parts: Mapping[str, Part]
+    fingerprint: str
+
+    @property
+    def row(self) -> tuple[int, int, int]:
+        return 3, self.side, self.side
+
+    def labels(self, part: str) -> NDArray[np.int32]:
+        """The label of every row, `LEFT_OUT` included."""
+        path = self.root / f"{part}-labels.bin"
+        content = _read(path)
+        if len(content) != 4 * self.parts[part].rows or digest(content) != self.parts[part].labels_hash:
+            raise DataError(f"{path} is damaged: it does not match its hash in {STORE}. {REMEDY}")
+        return np.frombuffer(content, dtype="<i4")
+
+    def images(self, part: str, placement: Placement | None = None) -> tuple[PackedImages, Tensor]:
+        """The images that were not left out, and their labels."""
+        labels = self.labels(part)
+        slots = np.flatnonzero(labels != LEFT_OUT).astype(np.int64)
+        shards = [(self.root / name, rows) for name, rows in self.parts[part].shards]
+        return PackedImages(shards, slots, self.row, placement), torch.from_numpy(labels[slots].astype(np.int64))
+
+
+REMEDY = "Pack it again: remove the store and run `incvec data pack`."
+
+
+def is_store(path: str | Path) -> bool:
+    return (Path(path) / STORE).is_file() or (Path(path) / JOURNAL).is_file()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing. {REMEDY}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def open_store(root: str | Path) -> Store:
+    """Open a store: its account, the sizes of its files; the images stay where they are."""
+    path = Path(root).expanduser()
+    if not (path / STORE).is_file():
+        if (path / JOURNAL).is_file():
+            raise DataError(f"{path} is a store whose packing was broken off: run the same `incvec data pack` to go on")
+        raise DataError(f"{path} is not a packed store: it has no {STORE}. `incvec data pack` makes one.")
+    try:
+        account = json.loads(_read(path / STORE))
+        given = account.pop("hash", None)
+        if given != digest(json.dumps(account, sort_keys=True).encode()):
+            raise ValueError("it does not match its own hash")
+        if account["format"] != FORMAT:
+            raise DataError(f"{path / STORE} has format {account['format']!r}; this version reads {FORMAT}")
+        parts = {
+            name: Part(
+                tuple((str(file), int(rows)) for file, rows in part["shards"]),
+                int(part["chunk"]),
+                tuple(part["hashes"]),
+                part["labels_hash"],
+                part["files_hash"],
+            )
+            for name, part in account["parts"].items()
+        }
+        store = Store(
+            path, int(account["side"]), tuple(account["classes"]), account["about"], parts, account["fingerprint"]
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path / STORE} is damaged: {error}. {REMEDY}") from None
+    size = int(np.prod(store.row))
+    for part in parts.values():
+        for file, rows in part.shards:
+            have = (path / file).stat().st_size if (path / file).is_file() else None
+            if have is None:
+                raise DataError(f"{path / file} is missing. {REMEDY}")
+            if have != rows * size:
+                state = "cut short" if have < rows * size else "too long"
+                raise DataError(f"{path / file} is {state}: {have} bytes, expected {rows * size}. {REMEDY}")
+    return store
+
+
+def verify_chunks(root: Path, part: Part, row_bytes: int) -> list[str]:
+    """A line for each chunk whose bytes are not those that were written."""
+
+    def bad(chunk: tuple[tuple[str, int, int], str]) -> str | None:
+        (name, first, rows), expected = chunk
+        if chunk_hash(root / name, first * row_bytes, rows * row_bytes) == expected:
+            return None
+        return f"{root / name}, rows {first} to {first + rows - 1}"
+
+    found = _readers().map(bad, zip(part.chunks(), part.hashes, strict=True))
+    return [line for line in found if line is not None]
+
+
+def chunk_hash(file: Path, offset: int, size: int) -> str | None:
+    """Hash of a stretch of a file; None where the file is shorter."""
+    total = hashlib.sha256()
+    try:
+        with open(file, "rb") as handle:
+            handle.seek(offset)
+            while size:
+                piece = handle.read(min(size, 1 << 22))
+                if not piece:
+                    return None
+                total.update(piece)
+                size -= len(piece)
+    except FileNotFoundError:
+        return None
+    return total.hexdigest()
+
+
+def check(root: str | Path) -> list[str]:
+    """Read and verify every byte of a store; a report in lines."""
+    store = open_store(root)
+    row = int(np.prod(store.row))
+    lines = [
+        f"a packed store of {len(store.classes)} classes in {store.root}, {store.side} x {store.side}, RGB",
+        f"split: {store.about['rule']}",
+    ]
+    if store.about.get("class_list"):
+        lines.append(f"classes: the list {store.about['class_list']!r}")
+    for name, part in store.parts.items():
+        labels = store.labels(name)
+        if digest(_read(store.root / f"{name}-files.txt")) != part.files_hash:
+            raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REMEDY}")
+        if len(part.hashes) != len(part.chunks()):
+            raise DataError(f"{store.root / STORE} has {len(part.hashes)} hashes for {len(part.chunks())} chunks")
+        broken = verify_chunks(store.root, part, row)
+        if broken:
+            more = f" and {len(broken) - 3} more places" if len(broken) > 3 else ""
+            raise DataError(f"bytes were altered in {'; '.join(broken[:3])}{more}. {REMEDY}")
+        counts: list[int] = np.bincount(labels[labels != LEFT_OUT], minlength=len(store.classes)).tolist()
+        words = "training" if name == "train" else "test"
+        lines.append(
+            f"{sum(counts)} {words} images, {min(counts)} to {max(counts)} a class, "
+            f"{part.rows * row / 1e9:.2f} GB in {len(part.shards)} file(s)"
+        )
+    lines.append(f"all {sum(len(part.hashes) for part in store.parts.values())} checksums right")
+    if store.about.get("left_out"):
+        lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / 'left-out.txt'}")
+    return lines

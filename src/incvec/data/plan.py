@@ -1,0 +1,135 @@
+"""What packing has to do, and the journal of what is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import PIL
+import torch
+
+from incvec.data.layouts import Layout
+from incvec.data.packed import FORMAT, PARTS, digest
+from incvec.errors import DataError
+
+VERSIONS = {"pillow": PIL.__version__, "torch": torch.__version__}  # of what makes the pixels
+
+
+class Chunk(NamedTuple):
+    """A piece of work: rows of one shard, from these files."""
+
+    number: int
+    shard: str
+    offset: int  # bytes into the shard
+    side: int
+    files: tuple[str, ...]
+
+
+class Done(NamedTuple):
+    number: int
+    hash: str
+    bad: list[tuple[int, str]]  # row in the chunk and what is wrong with its file
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides a store's bytes."""
+
+    root: Path
+    side: int
+    layout: Layout
+    shard_rows: int
+    chunk_rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        return 3 * self.side * self.side
+
+    @cached_property
+    def work(self) -> tuple[Chunk, ...]:
+        """All chunks, training images first."""
+        chunks = [chunk for part in PARTS for chunk in self.chunks(part)]
+        return tuple(Chunk(n, shard, offset, self.side, files) for n, (shard, offset, files) in enumerate(chunks))
+
+    def files(self, part: str) -> tuple[tuple[Path, int], ...]:
+        listing = self.layout.listing
+        return listing.train if part == "train" else listing.test
+
+    def shards(self, part: str) -> list[tuple[str, int]]:
+        total = len(self.files(part))
+        return [
+            (f"{part}-{number:05d}.bin", min(self.shard_rows, total - first))
+            for number, first in enumerate(range(0, total, self.shard_rows))
+        ]
+
+    def chunks(self, part: str) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+        """Shard, byte offset in it and files of every chunk."""
+        files, row = self.files(part), 0
+        for shard, rows in self.shards(part):
+            for first in range(0, rows, self.chunk_rows):
+                count = min(self.chunk_rows, rows - first)
+                yield shard, first * self.row_bytes, tuple(str(file) for file, _ in files[row : row + count])
+                row += count
+
+    def names(self, part: str) -> str:
+        """The file of every row, below the data set's root where it lies there."""
+        root = self.layout.listing.root
+        return "".join(
+            f"{(file.relative_to(root) if file.is_relative_to(root) else file).as_posix()}\n"
+            for file, _ in self.files(part)
+        )
+
+    @cached_property
+    def key(self) -> str:
+        """The same for packings that may go on with one another's work."""
+        settings = [
+            FORMAT,
+            self.side,
+            self.shard_rows,
+            self.chunk_rows,
+            self.layout.listing.classes,
+            *VERSIONS.values(),
+        ]
+        listed = [(self.names(part), [label for _, label in self.files(part)]) for part in PARTS]
+        return digest(json.dumps([settings, listed]).encode())
+
+
+def unwritten(path: Path, error: OSError) -> str:
+    return (
+        f"could not write {path}: {error.strerror or error}. What was packed before is kept; free some space, then run "
+        "the same command again."
+    )
+
+
+class Journal:
+    """Lines of JSON: the plan's key, then a line a chunk. A line that a kill tore is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> tuple[str | None, dict[int, Done]]:
+        if not self.path.exists():
+            return None, {}
+        key, done = None, {}
+        for line in self.path.read_text(errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+                if "key" in row:
+                    key = str(row["key"])
+                else:
+                    done[row["chunk"]] = Done(row["chunk"], row["hash"], [(int(i), str(m)) for i, m in row["bad"]])
+            except (ValueError, KeyError, TypeError):
+                continue
+        return key, done
+
+    def write(self, row: dict[str, Any]) -> None:
+        # The line before may have been torn, so this one begins a line of its own.
+        try:
+            with open(self.path, "ab") as file:
+                file.write(b"\n" + json.dumps(row).encode())
+        except OSError as error:
+            raise DataError(unwritten(self.path, error)) from error

@@ -1,0 +1,142 @@
+"""Data sets of ImageNet's kind: packed stores by name, and a subset of one by a list of its classes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from incvec.data.class_lists import ClassList, find_class_list
+from incvec.data.dataset import Dataset
+from incvec.data.folder import IMAGENET, decode_listing
+from incvec.data.layouts import list_images
+from incvec.data.packed import Placement, is_store, open_store
+from incvec.data.resize import CENTRE
+from incvec.errors import ConfigError, DataError
+
+LARGE = 128  # sides from here on are cut out and resized, smaller ones padded and cropped
+
+
+class Named(NamedTuple):
+    """A data set that a store has to match."""
+
+    classes: int
+    size: int  # the side to pack it with
+    class_list: str | None = None
+
+
+NAMED: Mapping[str, Named] = {
+    "imagenet-subset": Named(100, 256, "imagenet-subset"),
+    "imagenet": Named(1000, 256),
+    "tiny-imagenet-100": Named(100, 64, "tiny-imagenet-100"),
+}
+
+
+def load(
+    name: str,
+    root: str | Path | None,
+    class_list: str | None = None,
+    image_size: int | None = None,
+    placement: Placement | None = None,
+) -> Dataset:
+    """The data set `name` ("packed": whatever the store holds) from a store that holds its classes and perhaps more.
+
+    Tiny-ImageNet may lie there as files too: they are small enough to be decoded every time.
+    """
+    if root is None:
+        raise DataError(f"{name!r} needs a data root: the packed store, made by the command data pack")
+    path = Path(root).expanduser()
+    if class_list is not None and name in NAMED and NAMED[name].class_list is None:
+        raise ConfigError(f"{name!r} has all its classes; a class list is for 'imagenet-subset' or 'packed'")
+    wanted = class_list or (NAMED[name].class_list if name in NAMED else None)
+    chosen = find_class_list(wanted) if wanted is not None else None
+    inner = path / name
+    path = inner if is_store(inner) and not is_store(path) else path
+    if not is_store(path):
+        if name == "tiny-imagenet-100" and path.is_dir():
+            if image_size not in (None, NAMED[name].size):
+                raise ConfigError(f"image_size is {image_size}: Tiny-ImageNet's images are 64 x 64")
+            return _decoded(name, path, chosen)
+        size = NAMED[name].size if name in NAMED else 256
+        choice = f" --classes {wanted}" if wanted else ""
+        raise DataError(
+            f"{path} is not a packed store. Make one of the images, once: incvec data pack {path} STORE --size {size}"
+            f"{choice}; then give STORE as the data root."
+        )
+    return _from_store(name, path, chosen, image_size, placement)
+
+
+def _from_store(
+    name: str, path: Path, chosen: ClassList | None, image_size: int | None, placement: Placement | None
+) -> Dataset:
+    store = open_store(path)
+    parts: dict[str, Any] = {}
+    for part in ("train", "test"):
+        images, labels = store.images(part, placement)
+        if chosen is not None and chosen.classes != store.classes:
+            images, labels = _chosen(images, labels, store.classes, chosen, path)
+        parts[f"{part}_images"], parts[f"{part}_labels"] = images, labels
+    classes = store.classes if chosen is None else chosen.classes
+    if name in NAMED and chosen is None and len(classes) != NAMED[name].classes:
+        raise DataError(f"{path} holds {len(classes)} classes, {name!r} has {NAMED[name].classes}: give its own store")
+    fingerprint = store.fingerprint
+    if classes != store.classes:
+        fingerprint = hashlib.blake2b(f"{fingerprint} {' '.join(classes)}".encode(), digest_size=16).hexdigest()
+    return Dataset(
+        name=name,
+        **parts,
+        class_names=classes,
+        pad=max(1, store.side // 8),
+        flip=True,
+        fingerprint=fingerprint,
+        normalisations={"default": IMAGENET},
+        side=_side(store.side, image_size),
+        about={
+            "layout": store.about["layout"],
+            "split": store.about["rule"],
+            "class_list": chosen.name if chosen is not None else store.about["class_list"],
+            "left_out": store.about["left_out"],
+            "side": store.side,
+        },
+    )
+
+
+def _chosen(images: Any, labels: torch.Tensor, have: tuple[str, ...], chosen: ClassList, path: Path) -> Any:
+    missing = sorted(set(chosen.classes) - set(have))
+    if missing:
+        raise DataError(
+            f"{path} lacks {len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r}: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+        )
+    number = {name: label for label, name in enumerate(chosen.classes)}
+    table = torch.tensor([number.get(name, -1) for name in have])
+    new = table[labels]
+    rows = torch.nonzero(new >= 0).flatten()
+    return images.select(rows.numpy().astype(np.int64)), new[rows]
+
+
+def _side(stored: int, image_size: int | None) -> int | None:
+    """What the network sees of images stored with that side; none: as they are, in padded crops."""
+    if stored < LARGE:
+        if image_size not in (None, stored):
+            raise ConfigError(f"image_size is {image_size}, but the store's images have a side of {stored}: pack anew")
+        return None
+    side = round(CENTRE * stored) if image_size is None else image_size
+    if side > stored:
+        raise ConfigError(f"image_size is {side}, but the store's images have a side of {stored}: pack them larger")
+    return side
+
+
+def _decoded(name: str, path: Path, chosen: ClassList | None) -> Dataset:
+    layout = list_images(path, chosen=chosen)
+    dataset = decode_listing(layout.listing, NAMED[name].size)
+    about = {
+        "layout": layout.name, "split": layout.listing.rule, "class_list": layout.class_list, "left_out": 0,
+        "side": NAMED[name].size,
+    }  # fmt: skip
+    return replace(dataset, name=name, about=about)

@@ -1,0 +1,167 @@
+"""Accuracy after each task for a method, with add-ons, for its oracle and for joint training, and the gap between.
+
+From records alone. Several seeds become a mean and a standard deviation; the share of the gap that an add-on closes,
+(LA - LA_plain) / (LA_oracle - LA_plain), is taken seed by seed and then averaged.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from incvec.errors import DataError
+from incvec.lab import style
+from incvec.lab.lines import FORMAT
+from incvec.lab.snapshots import command
+from incvec.metrics import gap_closed
+from incvec.presets import resolve
+
+Record = Mapping[str, Any]
+
+
+def gap(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """For each method and stream among the records: its runs' curves and the shares closed, as plain data."""
+    joint = [record for record in records if record["method"] == "joint"]
+    families: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        if record["method"] != "joint":
+            families.setdefault((record["dataset"], record["method"], record["tasks"]), []).append(record)
+    if not families:
+        raise DataError("no record is of a method that learns task by task: give those of a run and of its oracle.")
+    return [study(own, [j for j in joint if fits(j, own[0])]) for own in families.values()]
+
+
+def fits(joint: Record, record: Record) -> bool:
+    """Whether joint training saw the same images."""
+    return joint["dataset"] == record["dataset"] and sum(joint["test_counts"]) == sum(record["test_counts"])
+
+
+def study(records: Sequence[Record], joint: Sequence[Record]) -> dict[str, Any]:
+    """One method on one stream."""
+    for record in records[1:]:
+        for key in ("class_order", "test_counts"):
+            if record.get(key) != records[0].get(key):
+                raise DataError(
+                    f"two records of {record['method']} on {record['dataset']} have another {key.replace('_', ' ')}: "
+                    "their accuracies cannot be compared. Give the records of one stream."
+                )
+    plain = by_seed(records, [], False)
+    oracle = by_seed(records, [], True)
+    for missing, changes in ((plain, {"addons": (), "oracle": False}), (oracle, {"addons": (), "oracle": True})):
+        if not missing:
+            what = "its oracle, which was never trained" if changes["oracle"] else "the plain method"
+            raise DataError(
+                f"the gap of {records[0]['method']} on {records[0]['dataset']} needs the record of {what}. Run first:"
+                f"\n  {command(resolve(records[0]['config']), None, **changes)}"
+            )
+    kinds = sorted({(bool(r["oracle"]), tuple(r["addons"])) for r in records}, key=lambda k: (k[0], len(k[1]), k[1]))
+    runs = []
+    for is_oracle, addons in kinds:
+        own = by_seed(records, list(addons), is_oracle)
+        shares = [
+            share
+            for seed, record in own.items()
+            if addons and not is_oracle and seed in plain and seed in oracle
+            if (share := gap_closed(last(record), last(plain[seed]), last(oracle[seed]))) is not None
+        ]
+        runs.append(
+            {
+                **described(next(iter(own.values())), sorted(own)),
+                "accuracy": spread([record["metrics"]["a"] for record in own.values()]),
+                "LA": spread([[last(record)] for record in own.values()])[0],
+                "gap_closed": statistics.fmean(shares) if shares else None,
+                "gap_closed_by_seed": shares,
+            }
+        )
+    for record in joint[:1]:
+        values = [[last(each)] for each in joint]
+        seeds = sorted(each["seed"] for each in joint)
+        runs.append({**described(record, seeds), "accuracy": [], "LA": spread(values)[0], "gap_closed": None})
+    first = records[0]
+    return {
+        "format": FORMAT,
+        "kind": "gap",
+        "dataset": first["dataset"],
+        "method": first["method"],
+        "tasks": first["tasks"],
+        "gap": mean_last(oracle) - mean_last(plain),
+        "share_is": "(LA - LA_plain) / (LA_oracle - LA_plain), by seed, then averaged; none where no gap is to close",
+        "runs": runs,
+    }
+
+
+def by_seed(records: Sequence[Record], addons: list[str], oracle: bool) -> dict[int, Record]:
+    found: dict[int, Record] = {}
+    for record in records:
+        if list(record["addons"]) != addons or bool(record["oracle"]) != oracle:
+            continue
+        if record["seed"] in found:
+            name = style.label(record["method"], addons, oracle)
+            raise DataError(f"two records are of {name} with seed {record['seed']}: give one of them.")
+        found[record["seed"]] = record
+    return found
+
+
+def mean_last(records: Mapping[int, Record]) -> float:
+    return statistics.fmean(last(record) for record in records.values())
+
+
+def last(record: Record) -> float:
+    return float(record["metrics"]["LA"])
+
+
+def described(record: Record, seeds: list[int]) -> dict[str, Any]:
+    name = style.label(record["method"], record["addons"], record["oracle"])
+    keys = ("method", "addons", "oracle")
+    return {"name": name, **{key: record[key] for key in keys}, "seeds": seeds}
+
+
+def spread(rows: Sequence[Sequence[float]]) -> list[dict[str, float | None]]:
+    """Mean and standard deviation (none of a single seed) at each place."""
+    return [
+        {"mean": statistics.fmean(column), "std": statistics.stdev(column) if len(column) > 1 else None}
+        for column in zip(*rows, strict=True)
+    ]
+
+
+def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
+    """Left, accuracy over the tasks; right, bars of the last accuracy."""
+    figure, table = style.new_figure(1, 2, 10.5, 4.4)
+    left, right = table[0]
+    for place, run in enumerate(found["runs"]):
+        look = style.look(run["method"], run["addons"], run["oracle"])
+        means = [value["mean"] for value in run["accuracy"]]
+        steps = range(1, len(means) + 1)
+        if means:
+            left.plot(
+                steps, means, color=look.colour, marker=look.marker, dashes=look.dashes, markersize=look.size,
+                linewidth=2, label=look.label,
+            )  # fmt: skip
+            stds = [value["std"] or 0.0 for value in run["accuracy"]]
+            low, high = ([m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1))
+            left.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
+        else:
+            final = max(len(each["accuracy"]) for each in found["runs"])
+            left.plot(
+                final, run["LA"]["mean"], color=look.colour, marker=look.marker, markersize=look.size + 4,
+                linestyle="", label="joint (multi-task optimum)",
+            )  # fmt: skip
+        bar = right.bar(place, run["LA"]["mean"], yerr=run["LA"]["std"], color=look.colour, width=0.65, capsize=4)
+        share = "" if run["gap_closed"] is None else f"\n{100 * run['gap_closed']:.0f} % of the gap"
+        right.bar_label(bar, [f"{run['LA']['mean']:.1f}{share}"], fontsize=9, padding=2)
+    names = [style.look(r["method"], r["addons"], r["oracle"]).label.replace(" ", "\n", 1) for r in found["runs"]]
+    right.set_xticks(range(len(names)), names, fontsize=9)
+    lasts = [run["LA"]["mean"] for run in found["runs"]]
+    right.set_ylim(max(0, min(lasts) - 15), max(lasts) + 6)
+    style.tidy(left, "Accuracy on all classes seen so far, %", "tasks learned")
+    style.tidy(right, "Last accuracy, % (the axis does not begin at 0)", "")
+    right.grid(visible=False, axis="x")
+    from matplotlib.ticker import MaxNLocator
+
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    style.legend_below(figure, left)
+    seeds = sorted({seed for run in found["runs"] for seed in run["seeds"]})
+    style.note(figure, f"{found['dataset']}; {found['tasks']} increments; seed(s) {', '.join(map(str, seeds))}")
+    return style.save(figure, stem)

@@ -1,0 +1,150 @@
+"""Test loss on the plane through theta_{t-1}, theta_t and the model with an add-on, the oracle projected onto it.
+
+The directions are those of the paper: u points from theta_{t-1} to the add-on's model, v is what theta_t adds to it
+(`incvec.lab.Plane`). At the second task all runs of one seed begin at the same theta_1; for a later one, runs that
+begin at a given snapshot (`--set start=FILE`) do.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from incvec.data import Dataset
+from incvec.errors import ConfigError, DataError
+from incvec.lab import style
+from incvec.lab.figures import told_images
+from incvec.lab.lines import FORMAT, Setting, Told, checked
+from incvec.lab.planes import Plane, frame, ticks
+from incvec.lab.points import Points
+from incvec.lab.snapshots import command, distance, run_config, snapshot_model
+
+
+def landscape(
+    run: Path,
+    other: Path,
+    oracle: Path | None,
+    dataset: Dataset,
+    task: int,
+    size: int,
+    setting: Setting,
+    margin: float = 0.25,
+    told: Told | None = None,
+) -> dict[str, Any]:
+    """The grid and the points on it as plain data; `other` is the run with the add-on, `task` counts from 0."""
+    if task < 1:
+        raise ConfigError(f"a plane of task {task + 1} is not possible: it begins at the task before; take 2 or more.")
+    if size < 2:
+        raise ConfigError(f"a grid of {size} by {size} points is not possible: take 2 or more.")
+    if run_config(run).addons == run_config(other).addons:
+        raise DataError(
+            f"{run} and {other} have the same add-ons: the plane needs the plain run and one with an add-on. Run "
+            f"first:\n  {command(run_config(run), None, addons=('ivt',))}"
+        )
+    checked([run, other], oracle)
+    began = time.monotonic()
+    beginning = oracle if oracle is not None and setting.start == "oracle" else run
+    origin = snapshot_model(beginning, task - 1, dataset, grow_to=task, device=setting.device).state()
+    plain = snapshot_model(run, task, dataset, device=setting.device)
+    second, first = plain.state(), snapshot_model(other, task, dataset, device=setting.device).state()
+    names = [name for name, _ in plain.model.named_parameters()]
+    try:
+        found = Plane.through(origin, first, second, names)
+    except ValueError as error:
+        raise DataError(f"{run} and {other} span no plane after task {task + 1}: {error}.") from None
+    kinds = [("origin", beginning), ("first", other), ("second", run)]
+    marks = [
+        {"role": role, **look_of(where), "a": a, "b": b, "off_plane": 0.0}
+        for (role, where), (a, b) in zip(kinds, found.corners, strict=True)
+    ]
+    states = [origin, first, second]
+    if oracle is not None:
+        states.append(snapshot_model(oracle, task, dataset, device=setting.device).state())
+        a, b, off = found.project(states[3])
+        marks.append({"role": "oracle", **look_of(oracle), "a": a, "b": b, "off_plane": off})
+    ranges = frame([(mark["a"], mark["b"]) for mark in marks], margin)
+    columns, rows = (ticks(low, high, size) for low, high in ranges)
+    weights = [(*found.weights(a, b), *[0.0] * (len(states) - 3)) for b in rows for a in columns]
+    ends = [tuple(float(k == i) for k in range(len(states))) for i in range(len(states))]
+    points = Points(plain, setting.images, way=setting.way, batchnorm=setting.batchnorm)
+    hear = None if told is None else (lambda done: told("plane", done, len(weights) + len(ends)))
+    scores = points.evaluate(states, [*ends, *weights], hear)
+    accuracy, loss = scores.pooled(points.counts, range(len(points.counts)))
+    for k, mark in enumerate(marks):
+        mark |= {"accuracy": accuracy[k], "loss": loss[k], "to_origin": distance(origin, states[k], names)}
+        if oracle is not None:
+            mark["to_oracle"] = distance(states[3], states[k], names)
+    begins = snapshot_model(other, task - 1, dataset, grow_to=task, device=setting.device).state()
+
+    def grid(values: list[float]) -> list[list[float]]:
+        inner = values[len(ends) :]
+        return [inner[r * size : (r + 1) * size] for r in range(size)]
+
+    return {
+        "format": FORMAT,
+        "kind": "plane",
+        "dataset": dataset.name,
+        "task": task,
+        "start_run": beginning.name,
+        "starts_apart": distance(origin, begins, names),  # 0 where both runs began at the origin
+        **setting.account(),
+        "counts": points.counts,
+        "device": str(plain.parts.world.device),
+        "precision": plain.parts.precision,
+        "evaluated": points.used,
+        "seconds": round(time.monotonic() - began, 2),
+        "a": columns,
+        "b": rows,
+        "loss": grid(loss),
+        "accuracy": grid(accuracy),
+        "marks": marks,
+    }
+
+
+def look_of(run: Path) -> dict[str, Any]:
+    config = run_config(run)
+    return {
+        "name": style.label(config.method, config.addons, config.oracle),
+        "method": config.method,
+        "addons": list(config.addons),
+        "oracle": config.oracle,
+        "run": run.name,
+    }
+
+
+def draw(found: dict[str, Any], stem: Path) -> list[Path]:
+    """Filled contours of the loss, and the points."""
+    import numpy as np
+
+    wide, high = (max(found[key]) - min(found[key]) for key in ("a", "b"))
+    figure, table = style.new_figure(1, 1, 6.8, 2.2 + min(max(5.2 * high / wide, 2.4), 8.0))
+    axes = table[0][0]
+    values = np.log10(np.clip(np.array(found["loss"]), 1e-6, None))
+    least = float(values.min())
+    most = max(float(np.quantile(values, 0.97)), least + 1e-3)
+    levels = np.linspace(least, most, 18)
+    filled = axes.contourf(found["a"], found["b"], values, levels=levels, cmap=style.SEQUENTIAL, extend="max")
+    axes.contour(found["a"], found["b"], values, levels=levels[::2], colors="white", linestyles="solid", linewidths=0.5,
+                 alpha=0.6)  # fmt: skip
+    bar = figure.colorbar(filled, ax=axes, pad=0.02)
+    bar.set_label("test loss (logarithmic colours)", fontsize=9.5)
+    shown = np.linspace(least, most, 6)
+    bar.set_ticks(shown, labels=[f"{10**v:.2f}" for v in shown])
+    before = found["task"]
+    for mark in found["marks"]:
+        look = style.look(mark["method"], mark["addons"], mark["oracle"])
+        origin = mark["role"] == "origin"
+        name = f"start, after task {before}" if origin else look.label
+        name += f", projected ({mark['off_plane']:.1f} off the plane)" if mark["role"] == "oracle" else ""
+        axes.plot(
+            mark["a"], mark["b"], linestyle="", label=f"{name}: loss {mark['loss']:.2f}, {mark['accuracy']:.1f} %",
+            color="black" if origin else look.colour, marker="o" if origin else look.marker,
+            markersize=look.size + 4, markeredgecolor="white", markeredgewidth=1.3,
+        )  # fmt: skip
+    style.tidy(axes, f"Test loss after task {before + 1}, all classes seen", "distance along u", "distance along v")
+    axes.grid(visible=False)
+    axes.set_aspect("equal")
+    style.legend_below(figure, axes, 1)
+    style.note(figure, f"{found['dataset']}; {told_images(found)}; BatchNorm statistics {found['batchnorm']}d")
+    return style.save(figure, stem)

@@ -1,0 +1,262 @@
+"""Accuracy and loss of many states at once: every state is a weighted sum of a few given ones.
+
+A point is a row of weights over the given states: (1 - x, x) on a line, three weights on a plane. Points are
+evaluated many a launch by `functional_call` under `vmap`, in pieces that fit the memory, or one after the other:
+on a CPU with real images, where a convolution with other weights for every point is slower than one point at a
+time; wherever a network does not go through `vmap`; and where BatchNorm is measured anew at each point.
+
+A point that is one of the given states itself is always evaluated alone and as it is, in the pieces of a run's own
+evaluation: so the ends of a path have the snapshots' own accuracies, exactly.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from incvec.addons.merging import class_outputs
+from incvec.data import ImageSource
+from incvec.errors import DataError
+from incvec.lab.paths import State, blend
+from incvec.lab.snapshots import CHUNK, Rebuilt
+from incvec.nets.heads import ProxyHead
+
+Way = Literal["auto", "vmap", "loop"]
+Statistics = Literal["interpolate", "recalibrate"]
+TINY = 256  # values of an image up to which a CPU gains by many points a launch
+SHARE = 1024  # bytes set aside for each value of an image and point: some sixteen maps of sixteen channels
+CPU_BYTES = 1 << 30
+RECALIBRATION = 2000  # training images
+_norm = nn.modules.batchnorm._BatchNorm
+
+
+class Scores(NamedTuple):
+    """By point and task: percent right, and mean cross-entropy."""
+
+    accuracy: list[list[float]]
+    loss: list[list[float]]
+
+    def pooled(self, counts: Sequence[int], tasks: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Over all test images of some tasks: accuracies and losses by point."""
+        total = sum(counts[t] for t in tasks)
+        found = [[sum(counts[t] * row[t] for t in tasks) / total for row in rows] for rows in self]
+        return found[0], found[1]
+
+
+class Scorer(nn.Module):
+    """images -> one output a class, and the factor it has in the loss (PODNet's learned scale; 1 elsewhere)."""
+
+    def __init__(self, model: nn.Module, n_classes: int) -> None:
+        super().__init__()
+        self.model = model
+        self.n_classes = n_classes
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        logits = class_outputs(self.model(images).logits, self.n_classes)
+        head = getattr(self.model, "head", None)
+        return logits, head.scale if isinstance(head, ProxyHead) else logits.new_ones(())
+
+
+class Piece(NamedTuple):
+    """Some test images, their labels, and a 1 in the column of the task each belongs to."""
+
+    images: Tensor
+    labels: Tensor
+    member: Tensor
+
+
+@dataclass
+class Points:
+    """Evaluates weighted sums of states of one rebuilt method, on the test images of its tasks so far.
+
+    `images` takes that many of each task only, evenly spaced over its rows (which lie class by class), so that
+    all classes are there alike. `tasks` are the tasks looked at, all up to the one the method has grown for unless
+    given; `n_classes` is how many classes are told apart (all of them unless given).
+    """
+
+    rebuilt: Rebuilt
+    images: int | None = None
+    tasks: Sequence[int] | None = None
+    n_classes: int | None = None
+    way: Way = "auto"
+    batchnorm: Statistics = "interpolate"
+
+    def __post_init__(self) -> None:
+        parts = self.rebuilt.parts
+        self.chosen = list(range(self.rebuilt.task.index + 1)) if self.tasks is None else list(self.tasks)
+        rows = [parts.test.rows_of(parts.tasks[t].first, parts.tasks[t].last) for t in self.chosen]
+        if self.images is not None:
+            rows = [spaced(each, self.images) for each in rows]
+        self.rows = torch.cat(rows)
+        self.counts = [len(each) for each in rows]
+        self.member = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(self.counts)).to(self.rows.device)
+        self.scorer = Scorer(self.rebuilt.model, self.rebuilt.task.n_seen).eval()
+        self.buffers = {f"model.{name}" for name, _ in self.rebuilt.model.named_buffers()}
+        self.used = self.way
+
+    # Many points ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(
+        self, states: Sequence[State], weights: Sequence[Sequence[float]], told: Callable[[int], None] | None = None
+    ) -> Scores:
+        """Scores at sum_k w_k states[k] for every row w of `weights`; `told` hears how many points are done."""
+        device = self.rebuilt.parts.world.device
+        corners = [{f"model.{n}": t.to(device) for n, t in state.items()} for state in states]
+        right = torch.zeros(len(weights), len(self.counts), dtype=torch.float64, device=device)
+        lost = torch.zeros_like(right)
+        alone = [i for i, row in enumerate(weights) if sum(w != 0 for w in row) == 1 and 1 in row]
+        inner = [i for i in range(len(weights)) if i not in set(alone)]
+        done = 0
+
+        def keep(rows: Sequence[int], found: tuple[Tensor, Tensor]) -> None:
+            nonlocal done
+            right[rows], lost[rows] = found[0], found[1]
+            done += len(rows)
+            if told is not None:
+                told(done)
+
+        for i in alone:
+            keep([i], self._one(dict(corners[list(weights[i]).index(1)]), CHUNK))
+        if self.batchnorm == "recalibrate":
+            self.used = "loop"
+        elif inner and self.used == "auto":
+            self.used = self._quicker(corners, [weights[i] for i in inner])
+        width = self._width(len(inner))
+        while inner and self.used == "vmap":
+            try:
+                keep(inner[:width], self._many(corners, [weights[i] for i in inner[:width]]))
+            except torch.OutOfMemoryError:
+                if width == 1:
+                    raise
+                width //= 2
+                continue
+            except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                warnings.warn(f"points are evaluated one by one: {first_line(error)}", stacklevel=2)
+                self.used = "loop"
+                break
+            inner = inner[width:]
+        for i in inner:
+            size = CHUNK if device.type == "cpu" else max(CHUNK, self._budget())
+            keep([i], self._one(self._sum(corners, weights[i]), size))
+        counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
+        return Scores((100 * right / counts).tolist(), (lost / counts).tolist())
+
+    def _quicker(self, corners: Sequence[State], weights: Sequence[Sequence[float]]) -> Way:
+        """Many points a launch, or one: by the images' size on a CPU, so that numbers do not depend on a clock; by
+        trying both on a GPU."""
+        world = self.rebuilt.parts.world
+        if world.device.type != "cuda":
+            return "vmap" if torch.Size(world.image_shape).numel() <= TINY else "loop"
+        few = list(weights[: self._width(min(len(weights), 8))])
+        rows = self.rows
+        self.rows = rows[:CHUNK]
+        try:
+            taken: dict[Way, float] = {}
+            for way in ("vmap", "loop", "vmap", "loop"):  # the first time of each is for warming up
+                torch.cuda.synchronize()
+                began = time.monotonic()
+                if way == "vmap":
+                    self._many(corners, few)
+                else:
+                    for row in few:
+                        self._one(self._sum(corners, row), CHUNK)
+                torch.cuda.synchronize()
+                taken[way] = time.monotonic() - began
+        except (RuntimeError, ValueError, NotImplementedError, TypeError):
+            return "loop"
+        finally:
+            self.rows = rows
+        return min(taken, key=lambda way: taken[way])
+
+    def _budget(self) -> int:
+        """Images a launch, over all points of it."""
+        world = self.rebuilt.parts.world
+        free = torch.cuda.mem_get_info(world.device)[0] // 2 if world.device.type == "cuda" else CPU_BYTES
+        return max(1, free // (SHARE * torch.Size(world.image_shape).numel()))
+
+    def _width(self, points: int) -> int:
+        return max(1, min(points, self._budget() // min(CHUNK, len(self.rows))))
+
+    # A point, or some -----------------------------------------------------------------------------------
+
+    def _sum(self, corners: Sequence[State], weights: Sequence[float]) -> dict[str, Tensor]:
+        """sum_k w_k corner_k, statistics within the range the corners have."""
+        return {name: blend([corner[name] for corner in corners], weights, name in self.buffers) for name in corners[0]}
+
+    def _many(self, corners: Sequence[State], weights: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
+        points = [self._sum(corners, row) for row in weights]
+        stacked = {name: torch.stack([point[name] for point in points]) for name in points[0]}
+        del points
+        return self._add_up(lambda piece: vmap(lambda state: self._score(state, piece))(stacked), CHUNK)
+
+    def _one(self, state: dict[str, Tensor], size: int) -> tuple[Tensor, Tensor]:
+        if self.batchnorm == "recalibrate":
+            state = self._recalibrated(state)
+        return self._add_up(lambda piece: tuple(v[None] for v in self._score(state, piece)), size)
+
+    def _add_up(self, score: Callable[[Piece], Any], size: int) -> tuple[Tensor, Tensor]:
+        parts = self.rebuilt.parts
+        right: Any = 0
+        lost: Any = 0
+        for start in range(0, len(self.rows), size):
+            batch = parts.test.fetch(self.rows[start : start + size], None, ("test",))
+            which = F.one_hot(self.member[start : start + size], len(self.counts)).double()
+            with parts.world.autocast():
+                r, value = score(Piece(batch.images, batch.labels, which))
+            right, lost = right + r, lost + value
+        return right, lost
+
+    def _score(self, state: State, piece: Piece) -> tuple[Tensor, Tensor]:
+        """By task: how many are right, and the sum of their losses."""
+        logits, factor = functional_call(self.scorer, dict(state), (piece.images,))
+        logits = logits[:, : self.n_classes]
+        right = (logits.argmax(1) == piece.labels).double()
+        lost = F.cross_entropy((factor * logits).double(), piece.labels, reduction="none")
+        return right @ piece.member, lost @ piece.member
+
+    def _recalibrated(self, state: State) -> dict[str, Tensor]:
+        """The state with BatchNorm's statistics measured at it: batch means and variances over training images of
+        all classes grown, averaged."""
+        parts = self.rebuilt.parts
+        train = parts.world.train
+        if not isinstance(train, ImageSource):
+            raise DataError("BatchNorm cannot be recalibrated here: the training images are no image source.")
+        rows = spaced(train.rows_of(0, self.rebuilt.task.n_seen), RECALIBRATION)
+        fresh = {name: t.clone() if name in self.buffers else t for name, t in state.items()}
+        norms: list[Any] = [module for module in self.scorer.modules() if isinstance(module, _norm)]
+        before = [(module.training, module.momentum) for module in norms]
+        size = min(CHUNK, len(rows))
+        try:
+            for module in norms:
+                module.train()
+            for number, start in enumerate(range(0, len(rows) - size + 1, size), start=1):
+                part = rows[start // size :: len(rows) // size][:size]  # all classes in every batch
+                for module in norms:
+                    module.momentum = 1 / number
+                with parts.world.autocast():
+                    functional_call(self.scorer, fresh, (train.fetch(part, None, ("test",)).images,))
+        finally:
+            for module, (training, momentum) in zip(norms, before, strict=True):
+                module.train(training)
+                module.momentum = momentum
+        return fresh
+
+
+def spaced(rows: Tensor, count: int) -> Tensor:
+    """`count` of the rows, evenly spaced; all where there are no more."""
+    if count >= len(rows):
+        return rows
+    return rows[torch.arange(count, device=rows.device) * len(rows) // count]
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,113 @@
+"""What the methods on two towers share: the model by name, its captions, and class vectors for an evaluation.
+
+The IVT paper's setting for models that start pre-trained: Adam, learning rate 5e-6, 10 epochs a task, batches of 64,
+equal tasks, no exemplars. It leaves weight decay and schedule open; here there is neither. As in the code base its
+numbers most likely come from (https://github.com/wx-zhang/spu), images are prepared alike for training and testing,
+without augmentation; a training caption is `a photo of NAME`; an image is scored by its cosine with each class seen,
+a class vector being the mean over the data set's templates under the text tower as it now stands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from incvec.config import Ints, TrainOptions
+from incvec.contracts import Input, Stage, Task
+from incvec.data.prompts import sentences, templates
+from incvec.methods.common import ImageMethod, extract
+from incvec.nets.dual import Dual, TwoTower, build_dual, check_dual, class_vectors, input_of
+
+CENTRING_ROWS = 1000  # images of the first task that a model with a centre takes it from
+
+
+class DualOptions(TrainOptions):
+    """The IVT paper's setting on CLIP."""
+
+    net: str = Field("clip", description="clip, lite0-minilm, or a backbone's name for a random one")
+    weights: str | None = Field(None, description="of clip: a hub name, a folder, or a state dict's file")
+    tag: str | None = Field(None, description="of clip: whose weights they are; it goes into the record")
+    templates: str = Field("photo", description="prompt templates of the evaluation, by name")
+    caption: str = Field("a photo of {}", description="a training image's sentence; {} stands for the class")
+    epochs: int = Field(10, ge=1)
+    batch_size: int = Field(64, ge=1)
+    optimiser: Literal["sgd", "adam", "adamw"] = "adam"
+    lr: float = Field(5e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "cosine", "steps"] = "constant"
+    milestones: Ints = ()
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        check_dual(self.net, self.weights, self.tag)
+        templates(self.templates)
+        return self
+
+
+class DualMethod(ImageMethod):
+    """Two towers, classified by sentences. BatchNorm, where a tower has any, keeps its statistics."""
+
+    pretrained = True
+    distils = False
+    model: TwoTower  # type: ignore[assignment]
+    options: DualOptions
+
+    @classmethod
+    def input(cls, options: DualOptions) -> Input | None:
+        return input_of(options.net, options.weights, options.tag)
+
+    def __init__(self, options: DualOptions, world: Any) -> None:
+        super().__init__(options, world)
+        self.centre()
+
+    def build_dual(self) -> Dual:
+        o = self.options
+        return build_dual(o.net, o.weights, o.tag, self.world.image_shape[0], self.world.generator)
+
+    def make_model(self) -> Any:
+        return TwoTower(self.build_dual(), sentences(self.options.caption, self.world.class_names))
+
+    @torch.no_grad()
+    def centre(self) -> None:
+        """Where a model centres its image features: their mean over images of the first task."""
+        projection = getattr(getattr(self.model, "dual", None), "image_projection", None)
+        centre: Tensor | None = getattr(projection, "centre", None)
+        if centre is None:
+            return
+        self.model.grow(1, self.world.generator)  # a class to compare with, taken back below
+        rows = self.rows_of(self.world.tasks[0].classes)
+        rows = rows[:: max(len(rows) // CENTRING_ROWS, 1)]
+        centre.copy_(extract(self.model, self.world, rows).mean(0))
+        self.model.n_classes = 0
+
+    # Stages ---------------------------------------------------------------------------------------------
+
+    def trained(self, task: Task) -> tuple[str, ...]:
+        return ("model",)
+
+    def main_stage(self, task: Task, **changes: Any) -> Stage:
+        return super().main_stage(task, **{"views": ("test",), "batchnorm": "frozen", **changes})
+
+    def captions(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Unit vectors of the sentences a batch can have, and which one each image's is.
+
+        Each class goes through the text tower once a step: the same as one caption an image, at less cost.
+        """
+        first = 0 if self.world.oracle else self.task.first
+        return self.model.texts(first), labels - first
+
+    # Evaluation -----------------------------------------------------------------------------------------
+
+    def begin_evaluation(self, task: Task) -> None:
+        self.model.eval()
+        names = self.world.class_names[: task.n_seen]
+        rows = [sentences(template, names) for template in templates(self.options.templates)]
+        with self.world.autocast():
+            self.store["classes"] = class_vectors(self.model.dual, rows, self.world.device)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        features = self.model.dual.image_tower(images)
+        return {"text": 100 * self.model.unit(features) @ self.store["classes"].T}

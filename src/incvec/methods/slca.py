@@ -1,0 +1,210 @@
+"""SLCA: slow learner with classifier alignment (Zhang et al., ICCV 2023, https://arxiv.org/abs/2303.05118).
+
+A pre-trained network is tuned slowly, its classifier faster; then the classifier alone is aligned on draws from a
+Gaussian for each class seen, N(k mean_c, covariance_c), k = 0.9 + 0.1 (task of c + 1) / (task + 1), the statistics
+being those of the class's own time. The alignment divides a sample's logits by tau = 0.1 times the mean, over the
+tasks, of the norms of the tasks' logits.
+
+Two forms. `linear` is the original: an image tower with a new linear block a task, cross-entropy over the task's own
+classes, alignment from the second task on, and the head put back afterwards, before the next task begins. `two-tower`
+is what the IVT paper most likely ran, SPU's code (https://github.com/wx-zhang/spu): FLYP's loss on both towers, the two
+projections being the classifier, aligned after every task against the sentences of the classes, and left so.
+
+Where we differ from that code: samples are drawn afresh for every step (one for each class and place in the epoch),
+its loop uses only the first 256 of an epoch; text vectors are normalised, the norms averaged, and only classes seen
+have a column. `compat="spu"` has its vectors, norms and columns. Its larger rate of the projections is cancelled by its
+schedule; here `head_rate` is 1 for the two-tower form. The original's augmentation is left out, its SGD schedule is
+the preset's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from incvec.contracts import Batch, Group, Optimiser, Schedule, Stage, Task, Terms
+from incvec.data.gaussians import GaussianSource, class_gaussians
+from incvec.data.prompts import sentences
+from incvec.methods.common import extract
+from incvec.methods.finetune import local_cross_entropy
+from incvec.methods.flyp import FLYP, FLYPOptions
+from incvec.nets.dual import TowerClassifier
+from incvec.nets.heads import LinearHead
+
+SOURCE = "gaussians"
+
+
+class SLCAOptions(FLYPOptions):
+    form: Literal["two-tower", "linear"] = "two-tower"
+    head_rate: float = Field(1.0, gt=0, description="the classifier's learning rate, in those of the rest")
+    align_caption: str = Field("a photo of a {}", description="the classes' sentences in the alignment")
+    align_epochs: int = Field(3, ge=0)
+    align_lr: float = Field(5e-6, gt=0)
+    align_batch_size: int = Field(256, ge=1)
+    align_schedule: Literal["constant", "cosine"] = "constant"
+    samples: int = Field(256, ge=1, description="draws of each class an epoch")
+    tau: float = Field(0.1, gt=0, description="temperature of the normalised logits")
+    ridge: float = Field(1e-4, gt=0, description="added to the covariances' diagonal")
+    compat: Literal["paper", "spu"] = "paper"
+
+
+class NormalHead(LinearHead):
+    """A linear head whose rows start from a normal of deviation 0.02, cut off at two of them, its biases at 0."""
+
+    def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        uniform = torch.rand(rows, self.width, generator=generator, device=generator.device)
+        low, high = (torch.special.ndtr(torch.tensor(float(end))).item() for end in (-2, 2))
+        weight = 0.02 * torch.special.ndtri(low + (high - low) * uniform)
+        return weight, torch.zeros(rows, device=generator.device)
+
+
+def mean_scales(tasks: Sequence[Task], now: int) -> list[float]:
+    """k of every class seen: 0.9 + 0.1 (t + 1) / (now + 1) for the classes of task t."""
+    return [0.9 + 0.1 * (task.index + 1) / (now + 1) for task in tasks[: now + 1] for _ in task.classes]
+
+
+def normalised(logits: Tensor, bounds: Sequence[int], tau: float, own: bool = False) -> Tensor:
+    """logits / (tau n): n the mean of the norms of each task's logits, or for each task's its `own`."""
+    blocks = [logits[:, first:last] for first, last in pairwise(bounds)]
+    norms = torch.stack([block.norm(dim=1) for block in blocks], dim=1) + 1e-7
+    if own:
+        return torch.cat([block / norm[:, None] for block, norm in zip(blocks, norms.unbind(1), strict=True)], 1) / tau
+    return logits / (norms.mean(1, keepdim=True) * tau)
+
+
+class SLCA(FLYP):
+    name = "slca"
+    summary = "tunes a pre-trained model slowly, then aligns its classifier on class Gaussians"
+    paper = "SLCA: Slow Learner with Classifier Alignment for Continual Learning, https://arxiv.org/abs/2303.05118"
+    Options = SLCAOptions
+    options: SLCAOptions
+
+    @property
+    def linear(self) -> bool:
+        return self.options.form == "linear"
+
+    def make_model(self) -> Any:
+        if not self.linear:
+            return super().make_model()
+        dual = self.build_dual()
+        return TowerClassifier(dual.image_tower, NormalHead(dual.image_width))
+
+    # Stages ---------------------------------------------------------------------------------------------
+
+    def head_prefixes(self, task: Task) -> tuple[str, ...]:
+        if self.linear:
+            return (f"model.head.blocks.{task.index}",)
+        return ("model.dual.image_projection", "model.dual.text_projection")
+
+    def stages(self, task: Task) -> list[Stage]:
+        o = self.options
+        main = self.main_stage(task)
+        (whole,) = main.groups
+        fast = Group(self.head_prefixes(task), whole.lr * o.head_rate, whole.weight_decay)
+        rest = Group(("model.tower",), whole.lr, whole.weight_decay) if self.linear else whole
+        main = main.but(groups=(fast, rest))
+        if o.align_epochs == 0 or (self.linear and task.index == 0):
+            return [main]
+        head = ("model.head.blocks",) if self.linear else self.head_prefixes(task)
+        align = Stage(
+            name="align",
+            role="align",
+            epochs=o.align_epochs,
+            batch_size=o.align_batch_size,
+            groups=(Group(head, o.align_lr, whole.weight_decay),),
+            optimiser=Optimiser(o.optimiser, momentum=o.momentum),
+            schedule=Schedule(o.align_schedule),
+            source=SOURCE,
+            batchnorm="frozen",
+            loss=self.alignment,
+        )
+        return [main, align]
+
+    def begin_task(self, task: Task) -> None:
+        """The head as it was before its last alignment, in the original's form."""
+        for name in [name for name in self.store if name.startswith("unaligned.")]:
+            parameter = self.model.get_parameter(name.removeprefix("unaligned."))
+            with torch.no_grad():
+                parameter.copy_(self.store.pop(name))
+
+    def begin_stage(self, task: Task, stage: Stage) -> Tensor:
+        if stage.role != "align":
+            return super().begin_stage(task, stage)
+        if self.linear:
+            head = self.model.get_submodule("head")
+            self.store |= {f"unaligned.head.{name}": p.detach().clone() for name, p in head.named_parameters()}
+        else:
+            tokens = self.model.dual.tokenise(
+                sentences(self.options.align_caption, self.world.class_names[: task.n_seen])
+            ).to(self.world.device)
+            self.model.eval()
+            with torch.no_grad(), self.world.autocast():  # the tower rests in this stage, its projection does not
+                self.store["sentences"] = self.model.dual.text_tower(tokens).float()
+        self.take_statistics(task)
+        return torch.arange(task.n_seen, device=self.world.device).repeat_interleave(self.options.samples)
+
+    def take_statistics(self, task: Task) -> None:
+        """Mean and covariance of the task's classes; those of older classes stay what they were."""
+        if len(self.store.get("means", ())) < task.n_seen:
+            rows = self.rows_of(task.classes)
+            features = extract(cast(Any, self.model), self.world, rows)
+            means, factors = class_gaussians(features, self.world.train.labels[rows], task.classes, self.options.ridge)
+            for name, fresh in (("means", means), ("factors", factors)):
+                self.store[name] = torch.cat([self.store.get(name, fresh[:0]), fresh])
+        self.restored()
+
+    def restored(self) -> None:
+        """The source is made of what the store holds."""
+        if len(self.store.get("means", ())) == self.task.n_seen:
+            scales = torch.tensor(mean_scales(self.world.tasks, self.task.index), device=self.world.device)
+            source = GaussianSource(self.store["means"], self.store["factors"], scales)
+            cast(dict[str, Any], self.world.sources)[SOURCE] = source
+
+    def refresh(self, task: Task) -> None:
+        """The weights have been replaced: the task's classes have other features now."""
+        for name in ("means", "factors"):
+            if name in self.store:
+                self.store[name] = self.store[name][: task.n_old]
+        self.take_statistics(task)
+
+    def end_task(self, task: Task) -> None:
+        self.store.pop("sentences", None)
+        self.take_statistics(task)  # where there was no alignment
+
+    # Losses ---------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch) -> Terms:
+        if not self.linear:
+            return super().loss(batch)
+        return {"ce": local_cross_entropy(self.model(batch.images).logits, batch.labels, self.task.n_old)}
+
+    def alignment(self, batch: Batch) -> Terms:
+        """Cross-entropy of drawn features over the classes seen, the logits normalised."""
+        o, (features,) = self.options, batch.views
+        spu = o.compat == "spu"
+        if self.linear:
+            logits = cast(Any, self.model).head(features)
+        else:
+            dual = self.model.dual
+            texts = dual.embed_texts(self.store["sentences"])
+            logits = dual.similarities(self.model.unit(features), texts if spu else F.normalize(texts, dim=1))
+        bounds = [0, *(task.last for task in self.world.tasks[: self.task.index + 1])]
+        logits = normalised(logits, bounds, o.tau, own=spu)
+        if spu:  # classes to come have a column of zeros
+            logits = F.pad(logits, (0, self.world.tasks[-1].last - logits.shape[1]))
+        return {"align": F.cross_entropy(logits, batch.labels)}
+
+    # Evaluation -----------------------------------------------------------------------------------------
+
+    def begin_evaluation(self, task: Task) -> None:
+        if not self.linear:
+            super().begin_evaluation(task)
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return {"cnn": self.model(images).logits} if self.linear else super().forward(images)

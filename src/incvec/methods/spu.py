@@ -1,0 +1,105 @@
+"""SPU: selective parameter update (Zhang et al., CVPR 2024, https://arxiv.org/abs/2308.12462).
+
+Of the pre-trained model only the first layer of every block's perceptron, in both towers, and the image projection are
+candidates. Before a task, a pass over a quarter of its images adds up the gradient of
+
+    mean over the rows of ||S_row||^2,   S = exp(s) u v' of a batch's images and captions
+
+and of each such weight matrix the 10 % of entries with the largest |sum| may change; biases and the projection may
+change altogether. Training is FLYP's loss, the gradients multiplied by the mask before anybody sees them.
+
+The authors keep a buffer of old images; the IVT paper lists the method as one without exemplars, and so it is here.
+Their pass does not clear gradients between its batches, so early ones count several times; here each counts once.
+Their weight decay moves masked entries too; with Adam and none, as here, what is masked does not move at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from incvec.contracts import Batch, Stage, Task, Terms
+from incvec.methods.flyp import FLYP, FLYPOptions
+
+SCORE, MASK = "score.", "mask."
+
+
+class SPUOptions(FLYPOptions):
+    share: float = Field(0.1, gt=0, le=1, description="of a matrix's entries that may change")
+    score_share: float = Field(0.25, gt=0, le=1, description="of the task's images that the scores are taken on")
+
+
+def row_energy(similarities: Tensor) -> Tensor:
+    """The mean over the rows of their squared norm."""
+    return similarities.square().sum(1).mean()
+
+
+def top_mask(score: Tensor, share: float) -> Tensor:
+    """True for the given share of entries, those of largest magnitude."""
+    count = max(1, int(share * score.numel()))
+    chosen = score.abs().flatten().topk(count).indices
+    mask = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
+    mask[chosen] = True
+    return mask.view_as(score)
+
+
+class SPU(FLYP):
+    name = "spu"
+    summary = "fine-tunes a tenth of the first perceptron layers' weights of both towers, chosen by gradient"
+    paper = "Overcoming Generic Knowledge Loss with Selective Parameter Update, https://arxiv.org/abs/2308.12462"
+    Options = SPUOptions
+    options: SPUOptions
+
+    def masked(self) -> dict[str, nn.Parameter]:
+        """The matrices of which only a share may change, by the method's names."""
+        layers = self.model.dual.first_layers
+        named = self.model.dual.named_parameters(prefix="model.dual")
+        return {name: p for name, p in named if any(layer in name for layer in layers) and p.dim() > 1}
+
+    def trained(self, task: Task) -> tuple[str, ...]:
+        layers = self.model.dual.first_layers
+        named = self.model.dual.named_parameters(prefix="model.dual")
+        candidates = [name for name, _ in named if any(layer in name for layer in layers)]
+        return (*candidates, "model.dual.image_projection")
+
+    def stages(self, task: Task) -> list[Stage]:
+        main = self.main_stage(task)
+        resting = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
+        score = main.but(name="score", role="measure", epochs=1, groups=resting, optimiser=None, loss=self.energy)
+        return [score, main]
+
+    def begin_stage(self, task: Task, stage: Stage) -> Tensor:
+        if stage.role != "measure":
+            return super().begin_stage(task, stage)
+        for name in [name for name in self.store if name.startswith(MASK)]:
+            del self.store[name]
+        self.store |= {SCORE + name: torch.zeros_like(p) for name, p in self.masked().items()}
+        rows = self.training_rows(task)
+        shuffled = torch.randperm(len(rows), generator=self.world.generator, device=rows.device)
+        return rows[shuffled[: math.ceil(self.options.score_share * len(rows))]]
+
+    def energy(self, batch: Batch) -> Terms:
+        dual = self.model.dual
+        texts, which = self.captions(batch.labels)
+        images = self.model.unit(dual.image_tower(batch.images))
+        return {"energy": row_energy(dual.similarities(images, texts.index_select(0, which)))}
+
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Add up the scores while there are scores, else mask. What the store holds says which pass it is."""
+        for name, parameter in parameters.items():
+            if parameter.grad is None:
+                continue
+            if SCORE + name in self.store:
+                self.store[SCORE + name] += parameter.grad
+            elif MASK + name in self.store:
+                parameter.grad.mul_(self.store[MASK + name])
+
+    def end_stage(self, task: Task, stage: Stage) -> None:
+        if stage.role == "measure":
+            for name in [name for name in self.store if name.startswith(SCORE)]:
+                self.store[MASK + name.removeprefix(SCORE)] = top_mask(self.store.pop(name), self.options.share)

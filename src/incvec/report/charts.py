@@ -1,0 +1,222 @@
+"""Which figures a report has, as data: matplotlib draws them for print, the page's script for the screen."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from incvec.report import style
+from incvec.report.reproduced import Comparison, compare_gains, paper
+from incvec.report.study import Entry, Group, Panel, Stream, settings_text
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series with the look of its name; `errors` are standard deviations over seeds, where there are several."""
+
+    name: str
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    errors: tuple[float, ...] | None
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Lines:
+    slug: str
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    level: Line | None = None  # a single value, drawn across: joint training
+    log: bool = False
+    dense: bool = False  # so many points that only the last is marked
+    note: str = ""
+    kind: Literal["lines"] = "lines"
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    label: str
+    value: float
+    error: float | None
+    seeds: int
+    paper: float | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    slug: str
+    title: str
+    x_label: str
+    bars: tuple[Bar, ...]
+    unit: str
+    signed: bool = False
+    note: str = ""
+    kind: Literal["bars"] = "bars"
+
+
+@dataclass(frozen=True)
+class Heat:
+    """An accuracy matrix: a row for each task learned, a column for each task tested."""
+
+    slug: str
+    title: str
+    label: str
+    matrix: tuple[tuple[float, ...], ...]
+    low: float
+    high: float
+    note: str = ""
+    kind: Literal["heat"] = "heat"
+
+
+Chart = Lines | Bars | Heat
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def curve(each: Group) -> Line:
+    """Accuracy after each task; the base is task 1."""
+    columns = list(zip(*each.curves, strict=True))
+    errors = tuple(statistics.stdev(column) for column in columns) if len(each.entries) > 1 else None
+    means = tuple(statistics.mean(column) for column in columns)
+    return Line(each.name, each.label, tuple(range(1, len(means) + 1)), means, errors, len(each.entries))
+
+
+def accuracy_chart(panel: Panel) -> Lines:
+    """The method, with its add-ons, its oracle and joint training."""
+    note = (
+        "Mean over seeds; the band is one standard deviation." if any(len(g.entries) > 1 for g in panel.groups) else ""
+    )
+    return Lines(
+        f"{panel.slug}-accuracy", panel.title, "tasks learned", "accuracy on the classes seen, %",
+        tuple(curve(each) for each in panel.groups), curve(panel.joint) if panel.joint else None, note=note,
+    )  # fmt: skip
+
+
+def heat_charts(panel: Panel) -> list[Heat]:
+    """A matrix for each group of a panel, all on one scale."""
+    groups = [each for each in panel.groups if len(each.matrix) > 1]
+    values = [value for each in groups for row in each.matrix for value in row]
+    made = []
+    for number, each in enumerate(groups):
+        seeds = f"Mean of {len(each.entries)} seeds" if len(each.entries) > 1 else "One seed"
+        note = f"{seeds}; dark blue is {min(values):.0f} %, yellow {max(values):.0f} %."
+        matrix = tuple(tuple(row) for row in each.matrix)
+        slug = f"{panel.slug}-matrix-{number + 1}"
+        made.append(Heat(slug, f"{each.label}, {panel.stream}", each.label, matrix, min(values), max(values), note))
+    return made
+
+
+def last_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
+    """Accuracy after the last task, with the paper's value marked where it has one."""
+    theirs = paper().get(stream.dataset, {"rows": {}})["rows"]
+    bars = []
+    for each in groups:
+        if each.stream != stream or each.first.addon_changes:
+            continue
+        values = each.metric("LA")
+        known = None if each.first.changes else theirs.get(each.name, {}).get(stream.tasks)
+        changes = settings_text(each.first.host_changes)
+        label = each.label + (f" ({changes})" if changes else "")
+        mean = statistics.mean(values)
+        bars.append(
+            Bar(each.name, label, mean, deviation(values), len(values), None if known is None else known[1])
+        )  # fmt: skip
+    note = "Whiskers: one standard deviation over seeds. Diamonds: the paper's value."
+    title = f"{stream}: accuracy after the last task"
+    return Bars(f"{stream.slug}-last", title, "LA, %", tuple(bars), "%", note=note) if bars else None
+
+
+def gain_charts(dataset: str, entries: Sequence[Entry]) -> list[Bars]:
+    """IVT's gain in LA and in FM for every host and number of increments."""
+    found = compare_gains(dataset, [entry.record for entry in entries])
+    made = []
+    for place, metric, better in ((1, "LA", "more"), (2, "FM", "less")):
+        bars = [gain_bar(host, tasks, values[place]) for (host, tasks), values in found.items() if values[place].ours]
+        if bars:
+            made.append(
+                Bars(
+                    f"{dataset}-gain-{metric}",
+                    f"{style.dataset(dataset)}: what IVT adds to {metric} ({better} is better)",
+                    f"{metric} with IVT minus {metric} without, points", tuple(bars), "points", signed=True,
+                    note="Paired by seed; whiskers: standard error. Diamonds: the paper's value.",
+                )
+            )  # fmt: skip
+    return made
+
+
+def gain_bar(host: str, tasks: int, value: Comparison) -> Bar:
+    mean = statistics.mean(value.ours)
+    return Bar(f"{host} + ivt", f"{style.label(host)}, {tasks} incr.", mean, value.error, len(value.ours), value.paper)
+
+
+def time_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
+    """Training time without the base task."""
+    bars = [
+        Bar(each.name, each.label, statistics.mean(each.seconds), deviation(each.seconds), len(each.seconds))
+        for each in groups
+        if each.stream == stream and each.seconds and not each.first.changes
+        and each.first.record["method"] != "joint"
+    ]  # fmt: skip
+    note = "Evaluation and the shared base task left out. Compare runs only where they had the device to themselves."
+    title = f"{stream}: training time after the base task"
+    return Bars(f"{stream.slug}-time", title, "seconds", tuple(bars), "s", note=note) if bars else None
+
+
+def sweep_charts(groups: Sequence[Group]) -> list[Lines]:
+    """LA against a setting, for groups that differ in that one number alone (the IVT interval, the memory)."""
+    found: dict[tuple[Stream, str, str], list[tuple[float, Group]]] = {}
+    usual = {(each.stream, each.name): each for each in groups if not each.first.changes}
+    for each in groups:
+        if len(each.first.changes) == 1:
+            ((setting, value),) = each.first.changes.items()
+            if is_number(value):
+                found.setdefault((each.stream, each.name, setting), []).append((float(value), each))
+    charts: dict[tuple[Stream, str], list[Line]] = {}
+    for (stream, name, setting), points in found.items():
+        if (default := usual.get((stream, name))) is not None:
+            section, _, key = setting.rpartition(".")
+            config = default.first.record["config"]
+            if is_number(value := (config.get(section, {}) if section else config).get(key)):
+                points.append((float(value), default))
+        if len(points) > 1:
+            charts.setdefault((stream, setting), []).append(sweep_line(name, points))
+    return [
+        Lines(
+            f"{stream.slug}-{setting.replace('.', '-')}", f"{stream}: LA against {setting}", setting, "LA, %",
+            tuple(lines), log=all(x > 0 for line in lines for x in line.x),
+        )
+        for (stream, setting), lines in charts.items()
+    ]  # fmt: skip
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def sweep_line(name: str, points: Sequence[tuple[float, Group]]) -> Line:
+    """The mean over those seeds that all points share, where they share any: else one would compare seeds."""
+    ordered = sorted(points, key=lambda point: point[0])
+    shared = set.intersection(*({entry.seed for entry in each.entries} for _, each in ordered))
+    values = [
+        [float(entry.record["metrics"]["LA"]) for entry in each.entries if entry.seed in shared or not shared]
+        for _, each in ordered
+    ]
+    several = all(len(v) > 1 for v in values)
+    return Line(
+        name, style.label(name), tuple(x for x, _ in ordered), tuple(statistics.mean(v) for v in values),
+        tuple(statistics.stdev(v) for v in values) if several else None, min(len(v) for v in values),
+    )  # fmt: skip
+
+
+def look(name: str) -> dict[str, Any]:
+    """What the page's script needs to draw a name."""
+    own = style.look(name)
+    return {"colour": own.colour, "marker": own.marker, "dashes": list(own.dashes), "hollow": style.hollow(name)}

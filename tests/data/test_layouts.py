@@ -1,0 +1,179 @@
+"""Where images lie, and which classes are taken."""
+
+import numpy as np
+import pytest
+
+from incvec.data.class_lists import CLASS_LISTS, ClassList, find_class_list
+from incvec.data.layouts import find_layout, list_images
+from incvec.errors import ConfigError, DataError
+from tests.data.pictures import make_root, photo, save
+
+NAMES = ("n00000000", "n00000001", "n00000002")
+
+
+def stems(files):
+    return [(file.parent.name, file.stem, label) for file, label in files]
+
+
+@pytest.fixture
+def root(tmp_path):
+    return make_root(tmp_path / "root")
+
+
+def flatten(root):
+    """val/WNID/i.png becomes val/WNID-i.png in an order that is not that of the classes."""
+    classes = {}
+    for number, file in enumerate(sorted((root / "val").rglob("*.png"), key=lambda f: (f.stem, f.parent.name))):
+        classes[f"ILSVRC2012_val_{number:08d}"] = file.parent.name
+        file.rename(root / "val" / f"ILSVRC2012_val_{number:08d}.png")
+    for folder in (root / "val").iterdir():
+        if folder.is_dir():
+            folder.rmdir()
+    return classes
+
+
+def labels_of(listing):
+    return {file.stem: listing.classes[label] for file, label in listing.test}
+
+
+def test_imagenet_in_class_folders(root):
+    (root / "test").mkdir()  # ImageNet's unlabelled images, not ours
+    save(photo(0, 9, 9), root / "test" / "0.png")
+    found = list_images(root)
+    assert (found.name, found.class_list) == ("imagenet", None)
+    assert found.listing.classes == NAMES
+    assert [label for _, label in found.listing.train] == [0] * 5 + [1] * 5 + [2] * 5
+    assert [label for _, label in found.listing.test] == [0, 0, 1, 1, 2, 2]
+
+
+def test_flat_val_with_names_and_classes(root):
+    classes = flatten(root)
+    with pytest.raises(DataError, match="no ground truth"):
+        list_images(root)
+    rows = [f"{stem},{name} 1 2 3 4" for stem, name in classes.items()]
+    (root / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *rows]))
+    assert labels_of(list_images(root).listing) == classes
+    mine = root.parent / "mine.txt"
+    mine.write_text("\n".join(f"{stem}.png {NAMES.index(name)}" for stem, name in classes.items()))
+    found = list_images(root, ground_truth=mine)
+    assert labels_of(found.listing) == classes
+    assert "mine.txt" in found.listing.rule
+    mine.write_text("\n".join(mine.read_text().splitlines()[:-1]))
+    with pytest.raises(DataError, match="does not say"):
+        list_images(root, ground_truth=mine)
+
+
+def test_numbers_beside_some_of_the_classes_only_are_refused(root):
+    """Numbers count all classes; beside fewer folders they would name the wrong ones."""
+    classes = flatten(root)
+    truth = root / "val.txt"
+    truth.write_text("\n".join(f"{stem}.png {4 * NAMES.index(name)}" for stem, name in classes.items()))
+    with pytest.raises(DataError, match="from 0 to 8, but there are 3"):
+        list_images(root)
+
+
+def test_flat_val_with_the_development_kit(root):
+    """Its numbers are positions in a table of synsets, inner nodes included, not in the sorted names."""
+    from scipy.io import savemat
+
+    classes = flatten(root)
+    data = root / "ILSVRC2012_devkit_t12" / "data"
+    data.mkdir(parents=True)
+    rows = [(1, NAMES[2], 0), (2, NAMES[0], 0), (3, NAMES[1], 0), (4, "n00000099", 3)]
+    table = np.array(rows, dtype=[("ILSVRC2012_ID", "O"), ("WNID", "O"), ("num_children", "O")])
+    savemat(data / "meta.mat", {"synsets": table[:, None]})
+    number = {name: identity for identity, name, children in rows if not children}
+    lines = [str(number[classes[stem]]) for stem in sorted(classes)]
+    (data / "ILSVRC2012_validation_ground_truth.txt").write_text("\n".join(lines) + "\n")
+    assert labels_of(list_images(root).listing) == classes
+    (data / "ILSVRC2012_validation_ground_truth.txt").write_text("\n".join(lines[:-1]))
+    with pytest.raises(DataError, match="5 lines for 6 images"):
+        list_images(root)
+    (data / "meta.mat").unlink()
+    with pytest.raises(DataError, match=r"meta\.mat is missing"):
+        list_images(root)
+
+
+def test_tiny_imagenets_own_layout(tmp_path):
+    for label, name in enumerate(NAMES):
+        for i in range(2):
+            save(photo(label, 8, 8), tmp_path / "train" / name / "images" / f"{name}_{i}.JPEG")
+        (tmp_path / "train" / name / f"{name}_boxes.txt").write_text("x")
+    lines = []
+    for i, name in enumerate((NAMES[2], NAMES[0], NAMES[1], NAMES[2])):
+        save(photo(i, 8, 8), tmp_path / "val" / "images" / f"val_{i}.JPEG")
+        lines.append(f"val_{i}.JPEG\t{name}\t0\t32\t44\t62")
+    (tmp_path / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
+    save(photo(9, 8, 8), tmp_path / "test" / "images" / "test_0.JPEG")
+    assert find_layout(tmp_path) == "tiny-imagenet"
+    listing = list_images(tmp_path).listing
+    assert len(listing.train) == 6
+    assert [(file.stem, label) for file, label in listing.test] == [
+        ("val_1", 0),
+        ("val_2", 1),
+        ("val_0", 2),
+        ("val_3", 2),
+    ]
+    two = list_images(tmp_path, chosen=ClassList("two", "", NAMES[1:])).listing
+    assert [(file.stem, label) for file, label in two.test] == [("val_2", 0), ("val_0", 1), ("val_3", 1)]
+
+
+def test_class_folders_split_by_rule_and_a_list(tmp_path):
+    for name in ("ant", "bee", "cat"):
+        for i in range(5):
+            save(photo(i, 8, 8), tmp_path / name / f"{i}.png")
+    found = list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "cat")))
+    assert (found.name, found.class_list) == ("folder", "mine")
+    assert found.listing.classes == ("bee", "cat")
+    assert stems(found.listing.test) == [("bee", "4", 0), ("cat", "4", 1)]
+    assert {file.parent.name for file, _ in found.listing.train} == {"bee", "cat"}
+
+
+def test_a_list_chooses_and_an_empty_class_outside_it_does_no_harm(root):
+    (root / "train" / "n00000009").mkdir()
+    with pytest.raises(DataError, match="n00000009 is empty"):
+        list_images(root)
+    found = list_images(root, chosen=ClassList("mine", "", (NAMES[0], NAMES[2])))
+    assert found.listing.classes == (NAMES[0], NAMES[2])
+    assert [label for _, label in found.listing.test] == [0, 0, 1, 1]
+    assert found.class_list == "mine"
+    with pytest.raises(DataError, match=r"1 of the 2 classes of 'mine'.*n00000007"):
+        list_images(root, chosen=ClassList("mine", "", (NAMES[0], "n00000007")))
+
+
+def test_refused_roots_and_names(root, tmp_path):
+    with pytest.raises(DataError, match="needs a data root"):
+        list_images(None)
+    with pytest.raises(DataError, match="not a folder"):
+        list_images(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="Did you mean 'imagenet'"):
+        list_images(root, "imagnet")
+    with pytest.raises(ConfigError, match="ground-truth file belongs"):
+        list_images(root, "folder", ground_truth=tmp_path)
+    save(photo(0, 8, 8), root / "train" / "n00000005" / "0.png")
+    with pytest.raises(DataError, match=r"'n00000005' is in .*train but has no image in .*val"):
+        list_images(root)
+
+
+def test_the_public_lists():
+    for entry in CLASS_LISTS.values():
+        assert len(set(entry.classes)) == 100
+        assert list(entry.classes) == sorted(entry.classes)
+    subset = CLASS_LISTS["imagenet-subset"].classes
+    assert (subset[0], subset[-1]) == ("n01514668", "n15075141")
+    # cock, the class before it, is number 7 of ImageNet's sorted thousand: the smallest that seed 1993 chooses
+    assert np.random.RandomState(1993).choice(1000, 100, replace=False).min() == 7
+
+
+def test_a_list_of_ones_own(tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text("# birds\nn02 ostrich\n\nn01,cock\n")
+    assert find_class_list(file) == ClassList("mine.txt", str(file), ("n01", "n02"))
+    file.write_text("n01\nn02\nn01\n")
+    with pytest.raises(DataError, match="n01 more than once"):
+        find_class_list(file)
+    file.write_text("n01\n")
+    with pytest.raises(DataError, match="names 1 class"):
+        find_class_list(file)
+    with pytest.raises(ConfigError, match="Did you mean 'imagenet-subset'"):
+        find_class_list("imagenet-subst")

@@ -1,0 +1,293 @@
+"""Packing: right pixels, nothing lost when it is broken off, bad images named."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from incvec.data import pack as packing
+from incvec.data.layouts import list_images
+from incvec.data.pack import fitted, make_chunk, pack
+from incvec.data.packed import check, open_store
+from incvec.data.plan import Chunk
+from incvec.errors import ConfigError, DataError
+from tests.data.pictures import contents, make_root, make_store, photo, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, to be killed
+
+
+@pytest.fixture
+def root(tmp_path):
+    return make_root(tmp_path / "root")
+
+
+def rows(store, part="train"):
+    images, labels = store.images(part)
+    return np.stack([images[i].numpy() for i in range(len(images))]), labels.tolist()
+
+
+@pytest.mark.parametrize("shape", [(300, 211), (211, 300), (64, 64), (301, 64), (40, 57), (33, 90)])
+def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
+    from torchvision.transforms import v2
+
+    image = photo(1, *shape)
+    cut = v2.Compose([v2.Resize(64), v2.CenterCrop(64)])
+    assert np.array_equal(fitted(image, 64), cut(v2.functional.pil_to_tensor(image)).numpy())
+    apart = np.abs(fitted(image, 64).astype(int) - np.asarray(cut(image), int).transpose(2, 0, 1))
+    assert apart.max() <= 1  # Pillow's own arithmetic
+    assert (apart > 0).mean() < 0.01
+
+
+def test_rows_are_the_files_in_their_order(root, tmp_path):
+    store = make_store(root, tmp_path / "store", 16, shard_bytes=7 * 3 * 16 * 16)
+    listing = list_images(root).listing
+    assert [name for name, _ in store.parts["train"].shards] == [f"train-{i:05d}.bin" for i in range(3)]
+    for part, files in (("train", listing.train), ("test", listing.test)):
+        images, labels = rows(store, part)
+        assert labels == [label for _, label in files]
+        for row, (file, _) in zip(images, files, strict=True):
+            assert np.array_equal(row, fitted(Image.open(file).convert("RGB"), 16))
+    assert store.classes == ("n00000000", "n00000001", "n00000002")
+    lines = (tmp_path / "store" / "test-files.txt").read_text().splitlines()
+    assert lines[0] == "val/n00000000/000.png"
+
+
+def test_grey_cmyk_palette_and_turned_images(root, tmp_path):
+    folder = root / "train" / "n00000000"
+    save(Image.new("L", (20, 20), 77), folder / "a-grey.jpg", quality=95)
+    save(Image.new("CMYK", (20, 20), (0, 255, 255, 0)), folder / "b-cmyk.jpg", quality=95)
+    save(Image.new("RGB", (20, 20), (1, 2, 3)).quantize(4), folder / "c-palette.png")
+    pixels = np.zeros((20, 20, 3), np.uint8)
+    pixels[:10] = 255  # white above; turned by 90 degrees it is white on one side
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(Image.fromarray(pixels), folder / "d-turned.jpg", exif=exif, quality=95)
+    images, _ = rows(make_store(root, tmp_path / "store", 16))
+    grey, cmyk, palette, turned = images[5:9].astype(int)
+    assert np.abs(grey - 77).max() <= 1
+    assert np.abs(cmyk - np.array([255, 0, 0])[:, None, None]).max() <= 3
+    assert np.abs(palette - np.array([1, 2, 3])[:, None, None]).max() == 0
+    assert turned[:, :, :4].max() <= 8  # orientation 6: shown turned clockwise, so what was above is on the right
+    assert turned[:, :, -4:].min() >= 247
+
+
+@pytest.fixture
+def damaged(root):
+    folder = root / "train" / "n00000001"
+    good = save(photo(5, 64, 64), folder / "001x.jpg")
+    good.write_bytes(good.read_bytes()[:-700])
+    (folder / "003x.jpg").write_text("these are not pixels")
+    (root / "val" / "n00000002" / "9.jpg").write_bytes(b"")
+    return root
+
+
+def test_unreadable_images_are_all_named_and_refused(damaged, tmp_path):
+    with pytest.raises(DataError) as caught:
+        make_store(damaged, tmp_path / "store")
+    listed = (tmp_path / "store" / "unreadable.txt").read_text()
+    for name in ("001x.jpg", "003x.jpg", "9.jpg"):
+        assert name in str(caught.value)
+        assert name in listed
+    assert "3 image(s)" in str(caught.value)
+    assert "leave-out" in str(caught.value)
+    with pytest.raises(DataError, match="broken off"):
+        open_store(tmp_path / "store")
+
+
+def test_unreadable_images_are_left_out_on_request(damaged, tmp_path):
+    with pytest.raises(DataError):
+        make_store(damaged, tmp_path / "store")
+    store = make_store(damaged, tmp_path / "store", unreadable="leave-out")
+    images, labels = rows(store)
+    assert labels == [0] * 5 + [1] * 5 + [2] * 5
+    assert rows(store, "test")[1] == [0, 0, 1, 1, 2, 2]
+    assert store.about["left_out"] == 3
+    for name in ("001x.jpg", "003x.jpg", "9.jpg"):
+        (next(damaged.rglob(name))).unlink()
+    clean = make_store(damaged, tmp_path / "clean")
+    assert np.array_equal(images, rows(clean)[0])  # no hole is left where they were
+    assert any("3 unreadable image(s) were left out" in line for line in check(tmp_path / "store"))
+    assert not (tmp_path / "store" / "unreadable.txt").exists()
+
+
+def test_mended_images_are_taken(damaged, tmp_path):
+    with pytest.raises(DataError):
+        make_store(damaged, tmp_path / "store")
+    for number, name in enumerate(("001x.jpg", "003x.jpg", "9.jpg")):
+        save(photo(number, 30, 30), next(damaged.rglob(name)))
+    store = make_store(damaged, tmp_path / "store")
+    assert store.about["left_out"] == 0
+    assert contents(tmp_path / "store") == contents(make_store(damaged, tmp_path / "fresh").root)
+
+
+def test_a_class_without_a_readable_image_is_refused(root, tmp_path):
+    for file in (root / "val" / "n00000001").iterdir():
+        file.write_bytes(b"no")
+    with pytest.raises(DataError, match="'n00000001' has no readable test image"):
+        make_store(root, tmp_path / "store", unreadable="leave-out")
+
+
+def pack_slowly(source, store, told):
+    make_store(source, store, progress=lambda done, total: (told.send(done), time.sleep(0.02)), chunk_rows=2)
+
+
+def kill_after(source, store, images):
+    """Pack in a process of its own and kill it once that many images are done."""
+    context = multiprocessing.get_context("fork")
+    told, tell = context.Pipe(duplex=False)
+    process = context.Process(target=pack_slowly, args=(source, store, tell))
+    process.start()
+    done = 0
+    while done < images and told.poll(20):
+        done = told.recv()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    return done
+
+
+def test_killed_twice_it_goes_on_to_the_same_bytes(root, tmp_path):
+    whole = make_store(root, tmp_path / "whole", chunk_rows=2)
+    broken = tmp_path / "broken"
+    assert kill_after(root, broken, 6) >= 6
+    (broken / "journal.jsonl").write_bytes((broken / "journal.jsonl").read_bytes()[:-7])  # and a torn line
+    assert kill_after(root, broken, 12) >= 12
+    with pytest.raises(DataError, match="run the same"):
+        open_store(broken)
+    first = []
+    store = make_store(root, broken, chunk_rows=2, progress=lambda done, total: first.append((done, total)))
+    assert first[0][0] >= 10  # what was done is not done again
+    assert first[-1] == (21, 21)
+    assert contents(broken) == contents(tmp_path / "whole")
+    assert store.fingerprint == whole.fingerprint
+
+
+def test_what_the_journal_claims_is_read_back(root, tmp_path):
+    """After a power cut a file may lack what was written to it: such chunks are made again."""
+    broken = tmp_path / "broken"
+    kill_after(root, broken, 12)
+    with open(broken / "train-00000.bin", "r+b") as file:
+        file.seek(3 * 3 * 16 * 16 + 5)
+        file.write(b"\0" * 50)
+    make_store(root, broken, chunk_rows=2)
+    assert contents(broken) == contents(make_store(root, tmp_path / "whole", chunk_rows=2).root)
+
+
+def test_a_finished_store_is_left_alone(root, tmp_path):
+    make_store(root, tmp_path / "store")
+    before = (tmp_path / "store" / "store.json").stat().st_mtime_ns
+    make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("nothing is left to do"))
+    assert (tmp_path / "store" / "store.json").stat().st_mtime_ns == before
+    with pytest.raises(DataError, match="other images or settings"):
+        make_store(root, tmp_path / "store", 8)
+
+
+def test_another_packing_is_not_gone_on_with(root, tmp_path):
+    kill_after(root, tmp_path / "store", 4)
+    with pytest.raises(DataError, match="broken-off packing of other images"):
+        make_store(root, tmp_path / "store", 8, chunk_rows=2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("dear to me")
+    with pytest.raises(DataError, match=r"not empty \(thesis.tex\)"):
+        make_store(root, tmp_path / "full")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be made a folder"):
+        make_store(root, tmp_path / "file")
+    with pytest.raises(ConfigError, match="side is 0"):
+        make_store(root, tmp_path / "zero", 0)
+
+
+def test_two_at_once_are_refused(root, tmp_path):
+    def inside(done, total):
+        with pytest.raises(DataError, match="another process is packing"):
+            make_store(root, tmp_path / "store")
+
+    make_store(root, tmp_path / "store", progress=inside)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_told_and_gone_on_from(root, tmp_path):
+    shard = tmp_path / "store" / "train-00000.bin"
+
+    def fill_disk(done, total):
+        if done == 8:  # from here on, what is written finds no space
+            shard.rename(tmp_path / "kept")
+            shard.symlink_to("/dev/full")
+
+    with pytest.raises(DataError, match=r"could not write .*train-00000.bin: No space left.*run the same command"):
+        make_store(root, tmp_path / "store", progress=fill_disk)
+    shard.unlink()
+    (tmp_path / "kept").rename(shard)
+    seen = []
+    make_store(root, tmp_path / "store", progress=lambda done, total: seen.append(done))
+    assert seen[0] == 8
+    assert contents(tmp_path / "store") == contents(make_store(root, tmp_path / "whole").root)
+
+
+def test_too_little_space_is_told_before_anything_is_decoded(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    with pytest.raises(DataError, match="GB free"):
+        make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("too late"))
+
+
+def test_a_chunk_reports_where_it_cannot_write(tmp_path):
+    file = save(photo(0, 9, 9), tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"could not write .*No such file"):
+        make_chunk(str(tmp_path), Chunk(0, "gone.bin", 0, 8, (str(file),)))
+
+
+SCRIPT = """
+import sys, time
+from incvec.data.layouts import list_images
+from incvec.data.pack import pack
+if __name__ == "__main__":
+    def progress(done, total):
+        print(done, flush=True)
+        time.sleep(0.05)
+    pack(list_images(sys.argv[1]), sys.argv[2], 16, workers=2, chunk_rows=2, progress=progress)
+"""
+
+
+def children(pid):
+    found = subprocess.run(["ps", "-eo", "pid,ppid,stat"], capture_output=True, text=True, check=True).stdout
+    table = [line.split() for line in found.splitlines()[1:]]
+    own = [int(p) for p, parent, stat in table if int(parent) == pid and not stat.startswith("Z")]
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
+def alive(pids):
+    listed = subprocess.run(["ps", "-eo", "pid,stat"], capture_output=True, text=True, check=True).stdout
+    table = [line.split() for line in listed.splitlines()[1:]]
+    return {int(p) for p, stat in table if not stat.startswith("Z")} & set(pids)
+
+
+@pytest.mark.slow
+def test_several_processes_make_the_same_bytes_and_end_with_their_parent(root, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(root), str(tmp_path / "store")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    while int(process.stdout.readline()) < 4:
+        pass
+    workers = children(process.pid)
+    assert len(workers) >= 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while alive(workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(workers)
+    subprocess.run(command, check=True, capture_output=True)
+    assert contents(tmp_path / "store") == contents(make_store(root, tmp_path / "one", chunk_rows=2).root)
+
+
+def test_default_chunks_lie_within_shards(root, tmp_path):
+    store = pack(list_images(root), tmp_path / "store", 16, workers=1)
+    assert (store.parts["train"].chunk, store.parts["train"].rows) == (256, 15)
+    assert len(store.parts["train"].hashes) == 1

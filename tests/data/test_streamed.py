@@ -1,0 +1,211 @@
+"""A streamed source gives what a resident one gives, and reads ahead of the steps."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from incvec.contracts import Source
+from incvec.data import Streamed, StreamedSource, load_dataset, make_source, make_views
+from incvec.data.source import ImageSource
+from tests.data.pictures import make_root, make_store
+
+CPU = torch.device("cpu")
+GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="GPU")])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    source = make_root(tmp_path_factory.mktemp("images"), train=8)
+    return make_store(source, tmp_path_factory.mktemp("store") / "s", 16, shard_bytes=7 * 3 * 16 * 16).root
+
+
+def sources(root, device="cpu"):
+    found = []
+    for placement in ("resident", "streamed"):
+        data = load_dataset("packed", root, placement=placement)
+        views = make_views(data, 0.2, *data.normalisation())
+        found.append(make_source(data.train_images, data.train_labels, views, torch.device(device)))
+    return found
+
+
+def same(a, b):
+    assert torch.equal(a.labels, b.labels)
+    assert torch.equal(a.indices, b.indices)
+    assert all(torch.equal(x, y) for x, y in zip(a.views, b.views, strict=True))
+
+
+def test_which_source_is_made(root):
+    resident, streamed = sources(root)
+    assert type(resident) is ImageSource
+    assert not isinstance(resident, Streamed)
+    assert isinstance(streamed, Streamed)
+    assert isinstance(streamed, Source)
+    assert len(streamed) == len(resident) == 24
+    assert torch.equal(streamed.counts(), resident.counts())
+    assert torch.equal(streamed.rows_of(1, 3), resident.rows_of(1, 3))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_fetch_is_the_same(root, device):
+    resident, streamed = sources(root, device)
+    rows = torch.tensor([23, 0, 7, 7, 14, 1], device=device)
+    for views in (("test",), ("train", "strong", "raw")):
+        one, other = (torch.Generator(device).manual_seed(5) for _ in range(2))
+        same(resident.fetch(rows, one, views), streamed.fetch(rows, other, views))
+
+
+def epoch(streamed, order, generator):
+    """What the engine does: told the rows, then `next` before each step."""
+    streamed.ahead(order)
+    for rows in order:
+        streamed.next()
+        yield streamed.staged(rows, generator, ("train", "test"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("batch", [1, 4, 6])
+def test_steps_see_the_rows_they_were_told(root, device, batch):
+    resident, streamed = sources(root, device)
+    one, other = (torch.Generator(device).manual_seed(5) for _ in range(2))
+    for seed in range(3):
+        shuffled = torch.randperm(24, generator=torch.Generator().manual_seed(seed)).view(-1, batch).to(device)
+        for rows, seen in zip(shuffled, epoch(streamed, shuffled, other), strict=True):
+            same(resident.fetch(rows, one, ("train", "test")), seen)
+
+
+def test_staged_reads_one_place(root):
+    """A captured step keeps the address; so it may not change, between epochs or stages of other batch sizes."""
+    _, streamed = sources(root)
+    order = torch.arange(24).view(-1, 4)
+    streamed.ahead(order)
+    streamed.next()
+    place = streamed._place(4).data_ptr()
+    streamed.ahead(torch.arange(24).view(-1, 6))
+    streamed.next()
+    streamed.ahead(order.flip(0))
+    streamed.next()
+    assert streamed._place(4).data_ptr() == place
+
+
+def feeding():
+    return {thread for thread in threading.enumerate() if thread.name == "incvec-feed"}
+
+
+def test_a_source_that_is_dropped_takes_its_thread_along(root):
+    before = feeding()
+    _, streamed = sources(root)
+    streamed.ahead(torch.arange(24).view(-1, 1))
+    streamed.next()
+    (feed,) = feeding() - before
+    del streamed
+    gc.collect()
+    feed.join(5)
+    assert not feed.is_alive()
+
+
+def test_an_epoch_may_be_broken_off(root):
+    resident, streamed = sources(root)
+    before = feeding()
+    order = torch.arange(24).view(-1, 2)
+    for _ in range(5):
+        streamed.ahead(order)
+        streamed.next()
+        streamed.next()
+    streamed.close()
+    assert not feeding() - before
+    last = list(epoch(streamed, order, torch.Generator()))[-1]
+    assert torch.equal(last.views[1], resident.fetch(order[-1], None, ("test",)).images)
+
+
+def test_reading_is_ahead_but_not_far(root, monkeypatch):
+    data = load_dataset("packed", root, placement="streamed")
+    streamed = StreamedSource(
+        data.train_images, data.train_labels, make_views(data, 0.0, *data.normalisation()), depth=3
+    )
+    reads, enough = [], threading.Event()
+    plain = streamed.reader.read
+
+    def read(rows, out):
+        plain(rows, out)
+        reads.append(rows.tolist())
+        if len(reads) == 3:
+            enough.set()
+
+    monkeypatch.setattr(streamed.reader, "read", read)
+    streamed.ahead(torch.arange(24).view(-1, 2))
+    assert enough.wait(5)
+    streamed._feed.join(0.1)
+    assert reads == [[0, 1], [2, 3], [4, 5]]
+    streamed.next()
+    streamed.close()
+
+
+def test_errors_of_the_reader_reach_the_step(root, monkeypatch):
+    _, streamed = sources(root)
+
+    def broken(rows, out):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(streamed.reader, "read", broken)
+    streamed.ahead(torch.arange(4).view(2, 2))
+    with pytest.raises(OSError, match="the disk is gone"):
+        streamed.next()
+    with pytest.raises(RuntimeError, match="`ahead`"):
+        streamed.next()
+
+
+def test_rows_can_be_appended(root):
+    resident, streamed = sources(root)
+    new = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for source in (resident, streamed):
+        assert source.append(new, torch.tensor([1, 2])).tolist() == [24, 25]
+    order = torch.tensor([[25, 0], [3, 24]])
+    for rows, seen in zip(order, epoch(streamed, order, torch.Generator()), strict=True):
+        assert torch.equal(seen.views[1], resident.fetch(rows, None, ("test",)).images)
+    same(resident.fetch(torch.tensor([24, 5]), None, ("raw",)), streamed.fetch(torch.tensor([24, 5]), None, ("raw",)))
+    with pytest.raises(ValueError, match="expected uint8"):
+        streamed.append(new.float(), torch.tensor([1, 2]))
+
+
+def test_padded_and_resized_views_by_the_stored_side(root, tmp_path):
+    from incvec.data.resize import ResizedViews
+
+    mean, std = (0.5,) * 3, (0.2,) * 3
+    assert not isinstance(make_views(load_dataset("packed", root), 0.0, mean, std), ResizedViews)
+    large = make_store(make_root(tmp_path / "images"), tmp_path / "large", 128).root
+    data = load_dataset("packed", large, size=96)
+    for wish, side in ((None, 96), (64, 64)):  # the network's own, before the data set's
+        views = make_views(data, 0.0, mean, std, wish)
+        assert isinstance(views, ResizedViews)
+        assert (views.stored, views.side) == (128, side)
+    enlarged = make_views(data, 0.0, mean, std, 160)
+    assert enlarged("test", data.train_images.resident(CPU)[:1]).shape == (1, 3, 160, 160)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_sees_what_is_brought(root):
+    resident, streamed = sources(root, "cuda")
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).view(-1, 4).cuda()
+    cursor = torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def step():
+        rows = order.index_select(0, cursor).squeeze(0)
+        return streamed.staged(rows, None, ("test",))
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen = step()
+    for _ in range(3):
+        streamed.ahead(order)
+        for number, rows in enumerate(order):
+            cursor.fill_(number)
+            streamed.next()
+            graph.replay()
+            expected = resident.fetch(rows, None, ("test",))
+            assert torch.allclose(seen.images, expected.images, atol=1e-6)
+            assert torch.equal(seen.labels, expected.labels)

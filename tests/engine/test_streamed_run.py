@@ -1,0 +1,61 @@
+"""Runs on a packed store: resident or streamed, the same record and the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from incvec.data import StreamedSource, load_dataset
+from incvec.engine.run import Run, finish
+from incvec.presets import resolve
+from tests.conftest import quick, same_record, same_weights
+from tests.data.pictures import make_root, make_store
+
+CHOICES = ("resident", "streamed")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = make_root(tmp_path_factory.mktemp("images"), classes=6, train=12, test=3)
+    return make_store(root, tmp_path_factory.mktemp("store") / "s", 12).root
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = make_root(tmp_path_factory.mktemp("large-images"), classes=4, train=6, test=2)
+    return make_store(root, tmp_path_factory.mktemp("large") / "s", 128).root
+
+
+def run(store: Path, out: Path, placement: str, given: dict[str, Any]) -> Run:
+    config = resolve({**given, "dataset": "packed"})
+    return Run(config, load_dataset("packed", store, size=config.image_size, placement=placement), out, None)
+
+
+@pytest.mark.parametrize(("method", "addons"), [("podnet", ("ivt",)), ("pass", ()), ("fcs", ()), ("bic", ())])
+def test_streamed_and_resident_runs_end_alike(
+    store: Path, tmp_path: Path, method: str, addons: tuple[str, ...]
+) -> None:
+    given = quick(method, *addons, **{method: {"batch_size": 8}})
+    runs = {placement: run(store, tmp_path / placement, placement, given) for placement in CHOICES}
+    records = [finish(one) for one in runs.values()]
+    assert isinstance(runs["streamed"].parts.world.train, StreamedSource)
+    assert not isinstance(runs["resident"].parts.world.train, StreamedSource)
+    same_record(*records)
+    last = f"snapshots/task-{len(records[0]['accuracy']) - 1:02d}.safetensors"
+    same_weights(tmp_path / "resident" / last, tmp_path / "streamed" / last)
+
+
+def test_the_network_sees_resized_crops(large: Path, tmp_path: Path) -> None:
+    given = {**quick("finetune", finetune={"batch_size": 4}), "base_classes": 2, "tasks": 1, "image_size": 24}
+    one = run(large, tmp_path / "run", "streamed", given)
+    record = finish(one)
+    assert one.parts.world.image_shape == (3, 24, 24)
+    assert len(record["accuracy"]) == 2
+
+
+def test_the_record_says_what_the_data_is(store: Path, tmp_path: Path) -> None:
+    record = finish(run(store, tmp_path / "run", "resident", quick("finetune")))
+    assert record["data"]["side"] == 12
+    assert record["data"]["class_list"] is None

@@ -1,0 +1,90 @@
+"""`incvec lab` on the embedded digits, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from incvec.cli import app
+from incvec.data import Dataset
+from tests.lab.conftest import Finished, train
+
+
+@pytest.fixture(scope="module")
+def runs(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return train(digits, tmp_path_factory.mktemp("digits"), base_classes=6, podnet={"epochs": 2, "batch_size": 64})
+
+
+def call(*words: Any) -> str:
+    result = CliRunner().invoke(app, ["lab", *map(str, words)], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def written(folder: Path, name: str) -> Any:
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_path(runs: Finished, tmp_path: Path) -> None:
+    shown = call(
+        "path", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, "--points", 5, "--axis", "share", "-o", tmp_path
+    )
+    found = written(tmp_path, "path")
+    assert "barrier" in shown
+    for curve, name in zip(found["curves"], ("plain", "ivt", "oracle"), strict=True):
+        assert curve["name"] in shown
+        last = runs.records[name]["classifiers"]["cnn"]["accuracy"][2]
+        assert [values[-1] for values in curve["accuracy"]["tasks"]] == last
+
+
+def test_path_options(runs: Finished, tmp_path: Path) -> None:
+    call(
+        "path", runs.plain, "--points", 3, "--task-from", 2, "--task-to", 3, "--images", 20,
+        "--batchnorm", "recalibrate", "--start", "own", "--name", "later", "-o", tmp_path,
+    )  # fmt: skip
+    found = written(tmp_path, "later")
+    assert (found["task_from"], found["task_to"], found["batchnorm"]) == (1, 2, "recalibrate")
+    assert found["curves"][0]["counts"] == [20, 20, 20]
+
+
+def test_tradeoff(runs: Finished, tmp_path: Path) -> None:
+    shown = call(
+        "tradeoff", runs.plain, "--ivt", runs.ivt, "--points", 3, "--task-to", 2, "--task-to", 3, "-o", tmp_path
+    )
+    assert "slope" in shown
+    assert [panel["task_to"] for panel in written(tmp_path, "tradeoff")["panels"]] == [1, 2]
+
+
+def test_plane(runs: Finished, tmp_path: Path) -> None:
+    shown = call(
+        "plane", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, "--size", 3, "--images", 30, "-o", tmp_path
+    )
+    assert "from the oracle" in shown
+    assert len(written(tmp_path, "plane")["marks"]) == 4
+
+
+def test_gap(runs: Finished, tmp_path: Path) -> None:
+    shown = call("gap", runs.plain, runs.ivt, runs.oracle, "-o", tmp_path)
+    assert "gap closed" in shown
+    assert [run["name"] for run in written(tmp_path, "gap")["runs"]] == ["PODNet", "PODNet + IVT", "PODNet oracle"]
+
+
+def test_curvature(runs: Finished, tmp_path: Path) -> None:
+    shown = call("curvature", runs.ivt, "--points", 3, "--images", 30, "-o", tmp_path)
+    assert "mean S" in shown
+    assert len(written(tmp_path, "curvature")["tasks"]) == 2
+
+
+def test_errors_are_one_message(runs: Finished, tmp_path: Path) -> None:
+    for words in (["--ivt", tmp_path / "none"], ["--ivt", runs.plain], ["--oracle", tmp_path / "none"]):
+        result = CliRunner().invoke(app, ["lab", "path", str(runs.plain), *map(str, words)])
+        assert result.exit_code == 1
+        assert "Run first" in result.output
+        assert "incvec run --method podnet" in result.output
+        assert "Traceback" not in result.output

@@ -1,0 +1,68 @@
+"""The gap between a method and its oracle, from records written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from incvec.errors import DataError
+from incvec.lab.gap import draw, gap
+from incvec.presets import resolve
+
+
+def record(
+    method: str, last: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any
+) -> dict[str, Any]:
+    config = resolve({"method": method, "addons": list(addons), "dataset": "digits", "oracle": oracle, "seed": seed})
+    curve = [last] if method == "joint" else [90.0, last]
+    return {
+        "method": method, "addons": list(addons), "dataset": "digits", "tasks": 3, "oracle": oracle, "seed": seed,
+        "class_order": [1, 0], "test_counts": [20] if method == "joint" else [10, 10], "config": config.resolved(),
+        "metrics": {"LA": last, "a": curve}, **changes,
+    }  # fmt: skip
+
+
+def test_shares_by_seed(tmp_path: Path) -> None:
+    records = [
+        record("podnet", 50.0), record("podnet", 52.0, "ivt"), record("podnet", 60.0, oracle=True),
+        record("podnet", 54.0, seed=1), record("podnet", 58.0, "ivt", seed=1),
+        record("podnet", 64.0, oracle=True, seed=1), record("joint", 70.0),
+    ]  # fmt: skip
+    (found,) = gap(records)
+    runs = {run["name"]: run for run in found["runs"]}
+    assert list(runs) == ["PODNet", "PODNet + IVT", "PODNet oracle", "joint"]
+    assert runs["PODNet + IVT"]["gap_closed_by_seed"] == pytest.approx([0.2, 0.4])
+    assert runs["PODNet + IVT"]["gap_closed"] == pytest.approx(0.3)
+    assert runs["PODNet"]["gap_closed"] is runs["PODNet oracle"]["gap_closed"] is runs["joint"]["gap_closed"] is None
+    assert runs["PODNet"]["LA"] == {"mean": 52.0, "std": pytest.approx(8**0.5)}
+    assert runs["joint"]["LA"] == {"mean": 70.0, "std": None}
+    assert runs["PODNet + IVT"]["accuracy"][0] == {"mean": 90.0, "std": 0.0}
+    assert found["gap"] == 10.0
+    assert all(file.stat().st_size > 1000 for file in draw(found, tmp_path / "gap"))
+
+
+def test_no_gap_no_share() -> None:
+    (found,) = gap([record("podnet", 50.0), record("podnet", 52.0, "ivt"), record("podnet", 49.0, oracle=True)])
+    assert found["runs"][1]["gap_closed"] is None
+
+
+def test_each_method_apart() -> None:
+    records = [
+        record(name, last, oracle=o) for name in ("podnet", "lucir") for last, o in ((50.0, False), (60.0, True))
+    ]
+    assert [study["method"] for study in gap(records)] == ["podnet", "lucir"]
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(DataError, match=r"oracle, which was never trained. Run first:\n  incvec run .*--oracle"):
+        gap([record("podnet", 50.0), record("podnet", 52.0, "ivt")])
+    with pytest.raises(DataError, match=r"the plain method. Run first:\n  incvec run --method podnet --dataset"):
+        gap([record("podnet", 52.0, "ivt"), record("podnet", 60.0, oracle=True)])
+    with pytest.raises(DataError, match="no record is of a method"):
+        gap([record("joint", 52.0)])
+    with pytest.raises(DataError, match="another class order"):
+        gap([record("podnet", 50.0), record("podnet", 60.0, oracle=True, class_order=[0, 1])])
+    with pytest.raises(DataError, match="two records are of PODNet with seed 0"):
+        gap([record("podnet", 50.0), record("podnet", 51.0), record("podnet", 60.0, oracle=True)])

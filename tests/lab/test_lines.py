@@ -1,0 +1,129 @@
+"""Lines between snapshots: starts, ends, barriers, fits, and errors that say what to run first."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from incvec.data import Dataset
+from incvec.engine.run import finish
+from incvec.errors import ConfigError, DataError
+from incvec.lab import barrier, snapshot_model
+from incvec.lab.figures import draw_path, draw_tradeoff, named
+from incvec.lab.lines import Setting, fit, walk
+from incvec.lab.snapshots import command, run_config
+from tests.conftest import make_run, quick
+from tests.lab.conftest import Finished
+
+
+def test_barriers_by_hand() -> None:
+    assert barrier([80.0, 50.0, 60.0]) == 20.0  # halfway the chord is at 70
+    assert barrier([80.0, 75.0, 60.0]) == 0.0  # above the chord all the way
+    assert barrier([1.0, 3.0, 2.0], falls=False) == 1.5
+    assert barrier([1.0, 1.0, 2.0], falls=False) == 0.0
+    assert barrier([5.0, 4.0]) == 0.0
+
+
+def test_fits_by_hand() -> None:
+    assert fit([0.0, 1.0, 2.0], [1.0, 3.0, 5.0]) == {"slope": 2.0, "intercept": 1.0, "r2": 1.0}
+    found = fit([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 1.0, 2.0])
+    assert found["slope"] == pytest.approx(0.6)
+    assert found["intercept"] == pytest.approx(0.1)
+    assert found["r2"] == pytest.approx(0.9)
+    assert fit([4.0, 4.0], [1.0, 2.0])["slope"] is None
+
+
+def test_lines_of_three_runs(finished: Finished, few: Dataset, tmp_path: Path) -> None:
+    found = walk([finished.plain, finished.ivt], finished.oracle, few, 0, None, Setting(points=5))
+    assert [curve["name"] for curve in found["curves"]] == ["PODNet", "PODNet + IVT", "PODNet oracle"]
+    assert (found["start"], found["task_to"]) == ("oracle", 2)
+    starts = {tuple(curve["accuracy"]["tasks"][0][:1]) for curve in found["curves"]}
+    assert len(starts) == 1  # one start for all
+    for curve, name in zip(found["curves"], ("plain", "ivt", "oracle"), strict=True):
+        last = finished.records[name]["classifiers"]["cnn"]["accuracy"][2]
+        assert [values[-1] for values in curve["accuracy"]["tasks"]] == last
+        assert curve["accuracy"]["old"] == curve["accuracy"]["tasks"][0]
+        assert curve["barrier"]["accuracy"]["old"] == barrier(curve["accuracy"]["old"])
+        a = snapshot_model(finished.oracle, 0, few, grow_to=2).model
+        b = snapshot_model(getattr(finished, name), 2, few).model
+        square = sum(
+            float((p - q).detach().double().square().sum()) for p, q in zip(a.parameters(), b.parameters(), strict=True)
+        )
+        assert curve["length"] == pytest.approx(math.sqrt(square))
+        assert curve["length_of_shared"] < curve["length"]
+        assert curve["distance"] == pytest.approx([x * curve["length"] for x in (0, 0.25, 0.5, 0.75, 1)])
+    for axis in ("distance", "share"):
+        assert all(f.stat().st_size > 1000 for f in draw_path(found, tmp_path / axis, axis))  # type: ignore[arg-type]
+    assert all(f.stat().st_size > 1000 for f in draw_tradeoff([found, found], tmp_path / "tradeoff"))
+
+
+def test_a_line_starts_at_the_oracles_model_or_at_its_own(finished: Finished, few: Dataset) -> None:
+    lengths = {}
+    for start in ("oracle", "own"):
+        setting = Setting(points=2, start=start)  # type: ignore[arg-type]
+        curve = walk([finished.plain], finished.oracle, few, 1, 2, setting)["curves"][0]
+        lengths[start] = curve["length"]
+        begin = finished.oracle if start == "oracle" else finished.plain
+        assert curve["start_run"] == begin.name
+        own = snapshot_model(begin, 1, few, grow_to=2)
+        with torch.no_grad():
+            rows = own.parts.test.rows_of(0, 4)
+            batch = own.parts.test.fetch(rows)
+            right = own.model(batch.images).logits.argmax(1) == batch.labels
+        assert curve["accuracy"]["old"][0] == pytest.approx(100 * float(right.double().mean()))
+    assert lengths["oracle"] != lengths["own"]
+
+
+def test_without_an_oracle_lines_start_at_their_own(finished: Finished, few: Dataset) -> None:
+    assert walk([finished.ivt], None, few, 0, 1, Setting(points=2))["start"] == "own"
+
+
+def test_errors_name_the_command_to_run_first(finished: Finished, few: Dataset, tmp_path: Path) -> None:
+    setting = Setting(points=2)
+    with pytest.raises(DataError, match=r"never trained. Run first:\n  incvec run --method podnet .*--oracle .*--out"):
+        walk([finished.plain], tmp_path / "none", few, 0, 2, setting)
+    with pytest.raises(DataError, match=r"not an oracle.*\n  incvec run .*--oracle"):
+        walk([finished.plain], finished.ivt, few, 0, 2, setting)
+    with pytest.raises(DataError, match=r"no snapshot .*task-00.*\n  incvec run"):
+        walk([tmp_path / "none"], None, few, 0, 2, setting)
+    with pytest.raises(DataError, match=r"no snapshot .*task-07.*has 3 snapshot.*\n  incvec run --method podnet"):
+        walk([finished.plain], None, few, 0, 7, setting)
+    with pytest.raises(ConfigError, match="no line from task 3 to task 3"):
+        walk([finished.plain], None, few, 2, 2, setting)
+    with pytest.raises(ConfigError, match="no run"):
+        walk([], None, few, 0, 1, setting)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (quick("finetune"), "method"),
+        (quick("podnet", seed=3, podnet={"net": "small", "epochs": 1}), "network"),
+        (quick("podnet", seed=3, order_seed=5, podnet={"epochs": 1}), "class order"),
+        (quick("podnet", seed=3, base_classes=4, tasks=1, podnet={"epochs": 1}), "number of base classes"),
+    ],
+    ids=["method", "network", "order", "base"],
+)
+def test_runs_that_cannot_be_compared(
+    given: dict[str, object], what: str, finished: Finished, few: Dataset, tmp_path: Path
+) -> None:
+    finish(make_run(few, tmp_path, given))
+    with pytest.raises(DataError, match=rf"differ in their {what}.*Run first:\n  incvec run --method podnet"):
+        walk([finished.plain, tmp_path], None, few, 0, 1, Setting(points=2))
+
+
+def test_the_command_of_a_run_makes_that_run(finished: Finished) -> None:
+    """Every setting that is not the preset's own is told."""
+    words = command(run_config(finished.ivt), "out").split()
+    assert words[:6] == ["incvec", "run", "--method", "podnet", "--addon", "ivt"]
+    assert {"podnet.epochs=6", "base_classes=2", "ivt.interval=1"} <= set(words)
+    assert any("net=" in word and "tiny" in word for word in words)
+    assert words[-2:] == ["--out", "out"]
+
+
+def test_names_of_tasks() -> None:
+    assert named(range(1)) == "task 1"
+    assert named(range(1, 6)) == "tasks 2 to 6"

@@ -1,0 +1,243 @@
+"""Methods that fine-tune two towers: FLYP's loss and SPU's mask restated, zero-shot, and short runs on the digits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from incvec.contracts import Batch
+from incvec.data import Dataset
+from incvec.engine.run import Run, finish
+from incvec.errors import ConfigError
+from incvec.methods.dual import DualMethod
+from incvec.methods.flyp import FLYP, contrastive
+from incvec.methods.spu import SPU, row_energy, top_mask
+from incvec.presets import resolve
+from tests.conftest import make_run, quick, weights
+from tests.methods.endings import cross_entropy, finished, some_batch
+
+
+def built(few: Dataset, tmp_path: Path, method: str, *addons: str, **options: Any) -> Any:
+    found = finished(few, tmp_path, method, *addons, **options).parts.method
+    assert isinstance(found, DualMethod)
+    return found.eval()
+
+
+def some(rows: int, columns: int) -> Tensor:
+    return 3 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+
+# The contrastive loss ----------------------------------------------------------------------------------------
+
+
+def test_the_contrastive_loss() -> None:
+    similarities = some(5, 5)
+    rows: list[list[float]] = similarities.tolist()
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    wanted = (cross_entropy(rows, list(range(5))) + cross_entropy(columns, list(range(5)))) / 2
+    assert contrastive(similarities).item() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_equal_captions_may_share_the_target() -> None:
+    similarities, labels = some(4, 4), [2, 7, 2, 2]
+    total = 0.0
+    for matrix in (similarities.tolist(), similarities.T.tolist()):
+        for i, row in enumerate(matrix):
+            equal = [j for j in range(4) if labels[j] == labels[i]]
+            total += sum(cross_entropy([row], [j]) for j in equal) / len(equal)
+    assert contrastive(similarities, torch.tensor(labels)).item() == pytest.approx(total / 8, rel=1e-5)
+
+
+def test_images_of_one_class_leave_the_loss_at_log_m() -> None:
+    perfect = 50 * torch.block_diag(torch.ones(3, 3), torch.ones(3, 3))
+    assert contrastive(perfect).item() == pytest.approx(math.log(3), rel=1e-4)
+
+
+@pytest.mark.parametrize("oracle", [False, True])
+def test_the_loss_of_a_batch_has_one_caption_an_image(oracle: bool, few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, "flyp")
+    assert isinstance(method, FLYP)
+    method.world.oracle = oracle
+    whole = some_batch(method)
+    rows = slice(None) if oracle else whole.labels >= method.task.first
+    batch = Batch((whole.images[rows],), whole.labels[rows], whole.indices[rows])
+    names = [method.world.class_names[label] for label in batch.labels.tolist()]
+    words = ("zero", "one", "two", "three", "four", "five")
+    dual = method.model.dual
+    captions = dual.encode_texts(dual.tokenise([f"a photo of {words[int(name)]}" for name in names]))
+    similarities = dual.logit_scale.exp() * dual.encode_images(batch.images) @ captions.T
+    count = len(names)
+    rows_of: list[list[float]] = similarities.tolist()
+    wanted = cross_entropy(rows_of, list(range(count))) + cross_entropy(similarities.T.tolist(), list(range(count)))
+    terms = method.loss(batch)
+    assert list(terms) == ["contrastive"]
+    assert terms["contrastive"].item() == pytest.approx(wanted / 2, rel=1e-4)
+
+
+def test_over_the_tasks_classes(few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, "flyp", targets="classes")
+    batch = method.world.train.fetch(method.training_rows(method.task)[::10], None, ("test",))
+    logits = method.model(batch.images).logits[:, method.task.first :]
+    wanted = cross_entropy(logits.tolist(), (batch.labels - method.task.first).tolist())
+    assert method.loss(batch)["ce"].item() == pytest.approx(wanted, rel=1e-4)
+
+
+# Runs --------------------------------------------------------------------------------------------------------
+
+
+def test_all_is_trained_and_batchnorm_keeps_its_statistics(few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "flyp")
+    first, last = weights(run.snapshot_path(0)), weights(run.snapshot_path(2))
+    for name, _ in run.parts.method.named_parameters():
+        assert not torch.equal(first[f"method/{name}"], last[f"method/{name}"]), name
+    for name, _ in run.parts.method.named_buffers(remove_duplicate=False):
+        if name.endswith(("running_mean", "running_var")):
+            assert torch.equal(first[f"method/{name}"], last[f"method/{name}"]), name
+
+
+def test_the_classifier_is_made_of_the_text_tower_as_it_stands(few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, "flyp", templates="aircraft")
+    words = {"0": "zero", "1": "one", "2": "two", "3": "three", "4": "four", "5": "five"}
+    dual, found = method.model.dual, method.store["classes"]
+    for row, name in zip(found, method.world.class_names, strict=True):
+        both = [f"a photo of {article} {words[name]}, a type of aircraft." for article in ("a", "the")]
+        mean = dual.encode_texts(dual.tokenise(both)).mean(0)
+        torch.testing.assert_close(row, mean / mean.norm())
+    images = some_batch(method).images
+    scores = method(images)
+    assert list(scores) == ["text"]
+    torch.testing.assert_close(scores["text"], 100 * dual.encode_images(images) @ found.T)
+
+
+def test_zero_shot_changes_nothing(few: Dataset, tmp_path: Path) -> None:
+    run = make_run(few, tmp_path, quick("zeroshot"))
+    record = finish(run)
+    first, last = weights(run.snapshot_path(0)), weights(run.snapshot_path(2))
+    for name, tensor in first.items():
+        if name.startswith("method/"):
+            assert torch.equal(tensor, last[name])
+    assert record["losses"] == []
+    assert len(record["accuracy"]) == 3
+
+
+def test_magmax_counts_from_the_pre_trained_weights(few: Dataset, tmp_path: Path) -> None:
+    begin = {n: t.clone() for n, t in _untrained(few, tmp_path / "none").model.named_parameters()}
+    plain = finished(few, tmp_path / "plain", "flyp")
+    merged = finished(few, tmp_path / "merged", "flyp", "magmax")
+    trained = [weights(plain.snapshot_path(task)) for task in range(3)]
+    for task in range(3):
+        deployed = weights(merged.snapshot_path(task))
+        for name, theta in begin.items():
+            vectors = torch.stack([trained[t][f"method/model.{name}"] - theta for t in range(task + 1)])
+            largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))[0]
+            torch.testing.assert_close(deployed[f"method/model.{name}"], theta + 0.5 * largest)
+
+
+def _untrained(few: Dataset, out: Path) -> DualMethod:
+    method = finished(few, out, "zeroshot").parts.method
+    assert isinstance(method, DualMethod)
+    return method
+
+
+@pytest.mark.parametrize("method", ["flyp", "spu", "slca", "rapf"])
+@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
+def test_two_tasks_on_the_digits(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+    given = {
+        "method": method,
+        "addons": addons,
+        "dataset": "digits",
+        "base_classes": 3,
+        "tasks": 1,
+        method: {"epochs": 6},
+    }
+    record = finish(Run(resolve(given), few, tmp_path))
+    (base,), (_, new) = record["accuracy"]
+    assert base > 60  # chance is 33
+    assert new > 35  # chance is 17
+    if addons:
+        assert record["config"]["ivt"]["interval"] == 3
+        assert 0.5 <= record["facts"][1]["ivt"]["all"]["scale"] <= 1
+
+
+def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
+    config = resolve({"method": "flyp", "addons": ["ivt"], "dataset": "cifar100"})
+    assert (config.base_classes, config.tasks) == (0, 10)
+    own = config.sections["flyp"]
+    assert (own["optimiser"], own["lr"], own["epochs"], own["batch_size"]) == ("adam", 5e-6, 10, 64)
+    assert (own["weight_decay"], own["schedule"], own["tag"]) == (0, "constant", "openai")
+    assert config.sections["ivt"]["interval"] == 3
+    scratch = resolve({"method": "podnet", "addons": ["ivt"], "dataset": "cifar100"})
+    assert (scratch.base_classes, scratch.sections["ivt"]["interval"]) == (50, 10)
+    small = resolve({"method": "slca", "dataset": "aircraft", "variant": "lite"}).sections["slca"]
+    assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "aircraft")
+    with pytest.raises(ConfigError, match="`tag`, which says whose"):
+        resolve({"method": "flyp", "dataset": "folder"})
+
+
+# SPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_energy_and_mask_by_hand() -> None:
+    assert row_energy(torch.tensor([[1.0, 2.0], [3.0, 0.0]])).item() == pytest.approx((5 + 9) / 2)
+    score = torch.tensor([[0.1, -5.0, 2.0], [0.0, 3.0, -0.2]])
+    assert top_mask(score, 0.5).tolist() == [[False, True, True], [False, True, False]]
+    assert top_mask(score, 0.01).sum() == 1
+
+
+def test_spu_moves_a_tenth_of_the_first_layers(few: Dataset, tmp_path: Path) -> None:
+    begin = dict(_untrained(few, tmp_path / "none").model.named_parameters())
+    run = make_run(few, tmp_path / "spu", quick("spu", tasks=1, base_classes=4))
+    finish(run)
+    after = weights(run.snapshot_path(0))
+    free = 0
+    for name, old in begin.items():
+        moved = after[f"method/model.{name}"] != old
+        if "image_projection" in name or name.endswith("fc1.bias"):
+            assert moved.all(), name
+            free += 1
+        elif "conv1" in name or "fc1" in name:
+            mask = after[f"store/mask.model.{name}"]
+            assert mask.sum() == max(1, int(0.1 * old.numel()))
+            assert torch.equal(moved, mask), name
+            free += 1
+        else:
+            assert not moved.any(), name
+    assert free == 5  # two convolutions, a linear layer's two tensors, the projection
+
+
+def test_spu_scores_are_summed_gradients(few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, "spu")
+    assert isinstance(method, SPU)
+    score, main = method.stages(method.task)
+    rows = method.begin_stage(method.task, score)
+    assert len(rows) == 20  # a quarter of two classes of 40
+    assert (score.optimiser, score.role, main.role) == (None, "measure", "main")
+    batches = [method.world.train.fetch(part, None, ("test",)) for part in rows.split(10)]
+    named = {name: p for name, p in method.named_parameters() if any(group.owns(name) for group in score.groups)}
+    total: dict[str, Tensor] = {}
+    for parameter in method.parameters():
+        parameter.requires_grad_(True)
+    for batch in batches:
+        similarities = method.model.dual.similarities(
+            method.model.dual.encode_images(batch.images), method.captions(batch.labels)[0]
+        )[:, batch.labels - method.task.first]
+        energy = sum((row**2).sum() for row in similarities) / len(similarities)
+        for name, gradient in zip(named, torch.autograd.grad(energy, list(named.values())), strict=True):
+            total[name] = total.get(name, torch.zeros_like(gradient)) + gradient
+        found = torch.autograd.grad(method.energy(batch)["energy"], list(named.values()))
+        for parameter, gradient in zip(named.values(), found, strict=True):
+            parameter.grad = gradient
+        method.gradients(named)
+    for name in method.masked():
+        torch.testing.assert_close(method.store[f"score.{name}"], total[name], rtol=1e-3, atol=1e-4)
+    method.end_stage(method.task, score)
+    method.gradients(named)
+    for name in method.masked():
+        gradient = named[name].grad
+        assert gradient is not None
+        assert torch.equal(gradient != 0, method.store[f"mask.{name}"])

@@ -1,0 +1,108 @@
+"""RAPF: fusion, close pairs and losses restated; the towers rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from incvec.contracts import Batch
+from incvec.data import Dataset
+from incvec.data.gaussians import draw
+from incvec.methods.rapf import RAPF, close_pairs, fuse, separation
+from tests.conftest import weights
+from tests.methods.endings import cross_entropy, finished
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def built(few: Dataset, tmp_path: Path, **options: Any) -> RAPF:
+    method = finished(few, tmp_path, "rapf", **options).parts.method
+    assert isinstance(method, RAPF)
+    return method.eval()
+
+
+def test_fusion_by_hand() -> None:
+    old, new = (
+        torch.randn(4, 4, generator=seeded(), dtype=torch.float64),
+        torch.randn(4, 4, generator=seeded(1)).double(),
+    )
+    u, s, vt = torch.linalg.svd(old)
+    p, kept = u.T @ new, torch.diag(s) @ vt
+    wanted = torch.zeros(4, 4, dtype=torch.float64)
+    largest = max(abs(float(p[i, j] - kept[i, j])) for i in range(4) for j in range(4))
+    for i in range(4):
+        for j in range(4):
+            share = min(abs(float(p[i, j] - kept[i, j])) / largest + 0.6, 1.0)
+            wanted[i, j] = p[i, j] * share + kept[i, j] * (1 - share)
+    torch.testing.assert_close(fuse(old, new, 0.6), u @ wanted)
+    torch.testing.assert_close(fuse(old, new, 1.0), new)
+    torch.testing.assert_close(fuse(old, old.clone(), 0.0), old)
+
+
+def test_close_pairs_are_old_and_new() -> None:
+    angles = torch.tensor([0.0, 1.0, 0.1, 1.2, 3.0])
+    texts = torch.stack([angles.cos(), angles.sin()], 1)
+    assert close_pairs(texts, 2, 0.3).tolist() == [[0, 2], [1, 3]]
+    assert close_pairs(texts, 0, 0.3).shape == (0, 2)
+    assert close_pairs(texts, 2, 0.01).shape == (0, 2)
+
+
+def test_separation_by_hand() -> None:
+    vectors, texts = (F.normalize(torch.randn(n, 3, generator=seeded(n)), dim=1) for n in (4, 5))
+    pairs = torch.tensor([[0, 3], [1, 4]])
+    total = 0.0
+    for row, vector in enumerate(vectors):
+        old, new = pairs[row // 2]
+        total += max(0.0, float(vector @ texts[new]) - float(vector @ texts[old]) + 0.1)
+    assert separation(vectors, texts, pairs, 0.1).item() == pytest.approx(total / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 10.0], ids=["no pairs", "all pairs"])
+def test_the_loss_of_a_step(threshold: float, few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, threshold=threshold, samples=3)
+    task = method.task
+    method.store["means"], method.store["factors"] = (method.store[name][: task.n_old] for name in ("means", "factors"))
+    method.begin_task(task)
+    method.begin_stage(task, method.stages(task)[0])
+    vectors, labels = method.store["vectors"][::9], method.store["labels"][::9]
+    images = method.world.train.fetch(method.rows_of(task.classes)[::9], None, ("test",)).images
+    torch.testing.assert_close(vectors, method.model.dual.embed_images(method.model.dual.image_tower(images)))
+    method.world.generator.manual_seed(4)
+    terms = method.loss(Batch((vectors,), labels, labels))
+    method.world.generator.manual_seed(4)
+    few_old = torch.rand(4, generator=method.world.generator).argsort()[:4]
+    old = draw(method.store["means"], method.store["factors"], few_old, method.world.generator, 3)
+    every = F.normalize(torch.cat([vectors, old]) @ method.model.adapter.weight.T, dim=1)  # type: ignore[operator]
+    texts = method.model.texts()
+    logits = method.model.dual.logit_scale.exp() * every @ texts.T
+    wanted = cross_entropy(logits.tolist(), [*labels.tolist(), *(c for c in few_old.tolist() for _ in range(3))])
+    assert terms["ce"].item() == pytest.approx(wanted, rel=1e-4)
+    assert ("separation" in terms) == (threshold > 0)
+    assert len(method.store["pairs"]) == (8 if threshold > 0 else 0)
+
+
+def test_only_the_matrix_moves_and_is_fused(few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "rapf")
+    first, last = weights(run.snapshot_path(0)), weights(run.snapshot_path(2))
+    for name, _ in run.parts.method.named_parameters():
+        assert torch.equal(first[f"method/{name}"], last[f"method/{name}"]) == ("adapter" not in name)
+    assert {name for name in last if name.startswith("store/")} == {"store/means", "store/factors", "store/classes"}
+    assert last["store/means"].shape == (6, 16)
+    assert torch.equal(last["store/means"][:2], first["store/means"])
+
+
+def test_the_end_of_a_stage_fuses(few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, fusion=0.3)
+    adapter: Any = method.model.adapter.weight
+    old = torch.randn(16, 16, generator=seeded())
+    method.store["before"] = old
+    new = adapter.detach().clone()
+    method.end_stage(method.task, method.stages(method.task)[0])
+    torch.testing.assert_close(adapter.detach(), fuse(old, new, 0.3))
+    assert not torch.allclose(adapter, new)

@@ -1,0 +1,205 @@
+"""SLCA: Gaussians, scales and normalised logits restated; the alignment stage in both forms."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from incvec.contracts import Batch
+from incvec.data import Dataset
+from incvec.data.gaussians import FeatureSource, GaussianSource, class_gaussians, draw
+from incvec.data.stream import split
+from incvec.engine.run import finish
+from incvec.methods.slca import SLCA, NormalHead, mean_scales, normalised
+from tests.conftest import make_run, quick, weights
+from tests.methods.endings import cross_entropy, finished
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def built(few: Dataset, tmp_path: Path, **options: Any) -> SLCA:
+    method = finished(few, tmp_path, "slca", **options).parts.method
+    assert isinstance(method, SLCA)
+    return method.eval()
+
+
+def test_class_gaussians_are_means_and_covariances() -> None:
+    features, labels = torch.randn(40, 3, generator=seeded()), torch.arange(40) % 4
+    means, factors = class_gaussians(features, labels, range(1, 3), ridge=0.01)
+    for row, label in enumerate((1, 2)):
+        own = features[labels == label].double()
+        torch.testing.assert_close(means[row].double(), own.mean(0), rtol=1e-5, atol=1e-6)
+        wanted = torch.cov(own.T) + 0.01 * torch.eye(3)
+        torch.testing.assert_close((factors[row] @ factors[row].T).double(), wanted.double(), rtol=1e-4, atol=1e-5)
+    alone, ridge = class_gaussians(features[:1], labels[:1], range(1), ridge=0.04)
+    torch.testing.assert_close(alone[0], features[0])
+    torch.testing.assert_close(ridge[0], 0.2 * torch.eye(3))
+
+
+def test_shrunk_covariances() -> None:
+    features = torch.randn(30, 3, generator=seeded())
+    _, factors = class_gaussians(features, torch.zeros(30, dtype=torch.int64), range(1), ridge=1e-4, shrink=True)
+    c = torch.cov(features.T.double())
+    on = (c[0, 0] + c[1, 1] + c[2, 2]) / 3
+    off = (c[0, 1] + c[0, 2] + c[1, 2]) / 3
+    wanted = c + torch.tensor([[on, off, off], [off, on, off], [off, off, on]]) + 1e-4 * torch.eye(3)
+    torch.testing.assert_close((factors[0] @ factors[0].T).double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_have_their_classes_mean_and_covariance() -> None:
+    means, factors = torch.tensor([[5.0, 0.0], [-3.0, 1.0]]), torch.tensor([[[1.0, 0], [0.5, 2]], [[0.1, 0], [0, 0.1]]])
+    batch = GaussianSource(means, factors, torch.tensor([1.0, 2.0])).fetch(torch.tensor([1, 0] * 4000), seeded())
+    assert torch.equal(batch.labels, torch.tensor([1, 0] * 4000))
+    torch.testing.assert_close(batch.images[1::2].mean(0), means[0], rtol=0, atol=0.1)
+    torch.testing.assert_close(batch.images[::2].mean(0), 2 * means[1], rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.cov(batch.images[1::2].T), factors[0] @ factors[0].T, rtol=0, atol=0.2)
+    several = draw(means, factors, torch.tensor([1, 0]), seeded(), each=3)
+    assert several.shape == (6, 2)
+    assert (several[:3, 0] < 0).all()
+    assert (several[3:, 0] > 0).all()
+    kept = FeatureSource(means, torch.tensor([7, 8])).fetch(torch.tensor([1, 1, 0]), None)
+    assert kept.images.tolist() == [[-3, 1], [-3, 1], [5, 0]]
+    assert kept.labels.tolist() == [8, 8, 7]
+
+
+def test_scales_of_the_means() -> None:
+    tasks = split(6, 0, 3)
+    assert mean_scales(tasks, 0) == [1.0, 1.0]
+    assert mean_scales(tasks, 2) == pytest.approx([0.9 + 0.1 / 3] * 2 + [0.9 + 0.2 / 3] * 2 + [1.0] * 2)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_normalised_logits(own: bool) -> None:
+    logits = [[3.0, 4.0, 1.0], [0.0, 2.0, -6.0]]
+    found = normalised(torch.tensor(logits), [0, 2, 3], 0.1, own)
+    for given, row in zip(logits, found.tolist(), strict=True):
+        norms = (math.hypot(given[0], given[1]), abs(given[2]))
+        if own:
+            wanted = [given[0] / norms[0], given[1] / norms[0], given[2] / norms[1]]
+        else:
+            wanted = [value / (sum(norms) / 2) for value in given]
+        assert row == pytest.approx([value / 0.1 for value in wanted], rel=1e-4)
+
+
+def test_the_heads_rows_start_small() -> None:
+    head = NormalHead(50)
+    block = head.grow(200, seeded())
+    weight = block.weight.detach()
+    assert weight.abs().max() <= 0.0401
+    assert weight.std().item() == pytest.approx(0.02 * 0.8796, rel=0.03)  # of a normal cut off at two deviations
+    assert block.bias is not None
+    assert not block.bias.any()
+
+
+@pytest.mark.parametrize("compat", ["paper", "spu"])
+def test_the_alignment_loss_of_two_towers(compat: str, few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, compat=compat)
+    align = method.stages(method.task)[1]
+    rows = method.begin_stage(method.task, align)
+    assert torch.bincount(rows).tolist() == [16] * 6
+    features, labels = torch.randn(3, 8, generator=seeded()), torch.tensor([5, 0, 2])
+    words = ("zero", "one", "two", "three", "four", "five")
+    names = [f"a photo of {words[int(name)]}" for name in method.world.class_names]
+    dual = method.model.dual
+    texts = dual.text_tower(dual.tokenise(names)) @ dual.text_projection.weight.T  # type: ignore[operator]
+    images = features @ dual.image_projection.weight.T  # type: ignore[operator]
+    logits = []
+    for image in images.detach():
+        row = []
+        for text in texts.detach():
+            length = float(image.norm()) * (1.0 if compat == "spu" else float(text.norm()))
+            row.append(float(dual.logit_scale.detach().exp() * (image @ text)) / length)
+        norms = [math.hypot(row[i], row[i + 1]) for i in (0, 2, 4)]
+        mean = sum(norms) / 3
+        logits.append([value / (0.1 * (norms[c // 2] if compat == "spu" else mean)) for c, value in enumerate(row)])
+    found = method.alignment(Batch((features,), labels, labels))
+    assert found["align"].item() == pytest.approx(cross_entropy(logits, labels.tolist()), rel=1e-3)
+
+
+def test_classes_to_come_have_a_column_of_zeros_as_in_spu(few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, compat="spu")
+    method.begin_stage(method.task, method.stages(method.task)[1])
+    method.store["sentences"] = method.store["sentences"][:4]
+    method.task = method.world.tasks[1]
+    features, labels = torch.randn(3, 8, generator=seeded()), torch.tensor([3, 0, 2])
+    found = method.alignment(Batch((features,), labels, labels))["align"]
+    dual = method.model.dual
+    logits = normalised(
+        dual.similarities(method.model.unit(features), dual.embed_texts(method.store["sentences"])),
+        [0, 2, 4],
+        0.1,
+        True,
+    )
+    rows = [[*row, 0.0, 0.0] for row in logits.tolist()]
+    assert found.item() == pytest.approx(cross_entropy(rows, labels.tolist()), rel=1e-4)
+
+
+def test_the_alignment_moves_the_projections_alone(few: Dataset, tmp_path: Path) -> None:
+    plain, aligned = (finished(few, tmp_path / str(n), "slca", align_epochs=n) for n in (0, 2))
+    before, after = weights(plain.snapshot_path(0)), weights(aligned.snapshot_path(0))
+    for name, _ in aligned.parts.method.named_parameters():
+        same = torch.equal(before[f"method/{name}"], after[f"method/{name}"])
+        assert same == ("projection" not in name), name
+
+
+def test_old_classes_keep_their_statistics(few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "slca")
+    first, last = weights(run.snapshot_path(0)), weights(run.snapshot_path(2))
+    assert first["store/means"].shape == (2, 8)
+    assert last["store/factors"].shape == (6, 8, 8)
+    assert torch.equal(first["store/means"], last["store/means"][:2])
+    assert "store/sentences" not in last
+
+
+def test_the_original_form(few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "slca", form="linear", head_rate=100.0, align_lr=0.01)
+    method = run.parts.method
+    assert isinstance(method, SLCA)
+    assert [stage.name for stage in method.stages(run.parts.tasks[0])] == ["main"]
+    main, align = method.stages(method.task)
+    assert [(group.prefixes, round(group.lr / main.groups[1].lr)) for group in main.groups] == [
+        (("model.head.blocks.2",), 100),
+        (("model.tower",), 1),
+    ]
+    assert align.groups[0].prefixes == ("model.head.blocks",)
+    names = [name for name, _ in method.model.named_parameters()]
+    assert not [name for name in names if "text" in name]
+    # The head trained for a task is put back before the next one; what is evaluated is the aligned one.
+    last = weights(run.snapshot_path(2))
+    kept = [name for name in last if name.startswith("store/unaligned.")]
+    assert len(kept) == 6
+    for name in kept:
+        assert not torch.equal(last[name], last["method/model." + name.removeprefix("store/unaligned.")])
+    old = weights(run.snapshot_path(1))
+    for block in (0, 1):  # older blocks rest in the main stage, so their unaligned rows never change
+        name = f"store/unaligned.head.blocks.{block}.weight"
+        assert torch.equal(last[name], old[name])
+    method.begin_task(method.task)
+    assert not [name for name in method.store if name.startswith("unaligned.")]
+    for name in kept:
+        assert torch.equal(method.model.get_parameter(name.removeprefix("store/unaligned.")), last[name])
+
+
+def test_the_original_forms_losses(few: Dataset, tmp_path: Path) -> None:
+    method = built(few, tmp_path, form="linear")
+    batch = method.world.train.fetch(method.training_rows(method.task)[::10], None, ("test",))
+    logits = method.model(batch.images).logits[:, method.task.first :]
+    wanted = cross_entropy(logits.tolist(), (batch.labels - method.task.first).tolist())
+    assert method.loss(batch)["ce"].item() == pytest.approx(wanted, rel=1e-4)
+    features, labels = torch.randn(3, 8, generator=seeded()), torch.tensor([5, 0, 2])
+    head: Any = method.model.get_submodule("head")
+    rows = normalised(features @ head.weight.T + head.bias, [0, 2, 4, 6], 0.1).tolist()
+    found = method.alignment(Batch((features,), labels, labels))["align"].item()
+    assert found == pytest.approx(cross_entropy(rows, labels.tolist()), rel=1e-3)
+
+
+@pytest.mark.parametrize("addon", ["ivt", "cofima", "magmax"])
+def test_the_original_form_with_add_ons(addon: str, few: Dataset, tmp_path: Path) -> None:
+    record = finish(make_run(few, tmp_path, quick("slca", addon, slca={"form": "linear"})))
+    assert len(record["accuracy"]) == 3

@@ -1,0 +1,87 @@
+"""Made-up records for the tests: whole, consistent with themselves, and as varied as a study's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from incvec.metrics import summarise
+from incvec.presets import resolve
+
+COUNTS = {5: [5000, *[1000] * 5], 10: [5000, *[500] * 10], 25: [5000, *[200] * 25]}
+
+
+def matrix(tasks: int, fall: float, noise: torch.Generator) -> list[list[float]]:
+    """Every task starts near 80 percent and loses `fall` points with each later one."""
+    jitter = torch.rand(tasks + 1, tasks + 1, generator=noise)
+    return [
+        [round(max(0.0, 80 - fall * (t - i) - 6 * float(jitter[t, i])), 2) for i in range(t + 1)]
+        for t in range(tasks + 1)
+    ]
+
+
+def sample(
+    method: str = "podnet", *addons: str, tasks: int = 5, seed: int = 0, fall: float = 4.0, **given: Any
+) -> dict[str, Any]:
+    """A record as a run writes it, losses left out."""
+    config = resolve(
+        {"method": method, "dataset": "cifar100", "addons": list(addons), "tasks": tasks, "seed": seed, **given}
+    )
+    accuracy = matrix(tasks, fall, torch.Generator().manual_seed(seed))
+    counts = COUNTS[tasks]
+    if method == "joint":
+        accuracy, counts = [[72.5 + seed]], [sum(counts)]
+    return {
+        "format": 1, "method": method, "addons": list(addons), "dataset": "cifar100", "tasks": tasks,
+        "oracle": config.oracle, "seed": seed, "order_seed": config.order_seed, "accuracy": accuracy,
+        "test_counts": counts, "metrics": dict(summarise(accuracy, counts)), "config": config.resolved(),
+        "seconds": 300.0 + seed, "task_seconds": [90.0, *[40.0 + len(addons) + seed] * (len(accuracy) - 1)],
+        "engine": {"kind": "graph", "precision": "bf16", "notices": []},
+        "environment": {"device": "a card", "versions": {"torch": "2.11.0", "python": "3.12"}, "commit": "abc123"},
+    }  # fmt: skip
+
+
+def study() -> dict[str, dict[str, Any]]:
+    """Three seeds of two hosts with and without IVT, an oracle, joint training, an interval sweep, another memory."""
+    found = {}
+    for seed in range(3):
+        found[f"podnet-{seed}"] = sample(seed=seed)
+        found[f"podnet+ivt-{seed}"] = sample("podnet", "ivt", seed=seed, fall=3.2 + 0.2 * seed)
+        found[f"podnet-oracle-{seed}"] = sample(seed=seed, fall=1.0, oracle=True)
+        found[f"joint-{seed}"] = sample("joint", seed=seed)
+    for interval in (1, 5, 40):
+        found[f"interval-{interval}"] = sample("podnet", "ivt", fall=3.4, ivt={"interval": interval})
+    found["podnet+eopc"] = sample("podnet", "eopc", fall=3.6)
+    found["memory"] = sample(fall=5.0, podnet={"memory": 5})
+    found["memory+ivt"] = sample("podnet", "ivt", fall=4.4, podnet={"memory": 5})
+    found["mrfa-25"] = sample("mrfa", tasks=25, fall=1.5)
+    found["mrfa+ivt-25"] = sample("mrfa", "ivt", tasks=25, fall=1.0)
+    return found
+
+
+def walk() -> dict[str, Any]:
+    """A line as the lab writes it: three runs, each with a dip in the middle."""
+    curves = []
+    for name, addons, oracle, dip in (
+        ("podnet", [], False, 30.0),
+        ("podnet", ["ivt"], False, 9.0),
+        ("podnet", [], True, 2.0),
+    ):
+        x = [step / 50 for step in range(51)]
+        old = [80 - 15 * v - dip * 4 * v * (1 - v) for v in x]
+        curves.append(
+            {"method": name, "addons": addons, "oracle": oracle, "x": x, "distance": [12.5 * v for v in x],
+             "length": 12.5, "accuracy": {"old": old, "new": x}, "barrier": {"accuracy": {"old": dip}}}
+        )  # fmt: skip
+    return {"format": 1, "kind": "path", "task_from": 0, "task_to": 5, "axis": "distance", "curves": curves}
+
+
+def write(folder: Path, records: dict[str, dict[str, Any]]) -> Path:
+    for name, record in records.items():
+        file = folder / name / "record.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record))
+    return folder

@@ -1,0 +1,94 @@
+"""`incvec data pack` and `incvec data check` on a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from incvec import cli
+from incvec.config import RunConfig
+from incvec.presets import preset_file, resolve
+from incvec.sweeping import plan, sweeps
+from tests.data.pictures import make_root
+
+
+def incvec_(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(cli.app, [str(a) for a in arguments], prog_name="incvec")
+
+
+def test_pack_and_check(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    names = tmp_path / "two.txt"
+    names.write_text("n00000000\nn00000002\n")
+    command = ("data", "pack", root, store, "--size", "16", "--classes", names, "--workers", "1")
+    result = incvec_(*command)
+    assert result.exit_code == 0, result.output
+    assert "2 classes, 10 training and 4 test images" in result.stdout
+    assert "14 images packed" in result.stdout
+    again = incvec_(*command)
+    assert "packed before" in again.stdout
+    report = incvec_("data", "check", store)
+    assert report.exit_code == 0, report.output
+    assert "the list 'two.txt'" in report.stdout
+    assert "checksums right" in report.stdout
+
+
+def test_unreadable_images(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    (root / "train" / "n00000001" / "bad.jpg").write_text("text")
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    refused = incvec_(*command)
+    assert refused.exit_code == 1
+    assert "bad.jpg" in refused.stderr
+    taken = incvec_(*command, "--unreadable", "leave-out")
+    assert taken.exit_code == 0, taken.output
+    assert "1 unreadable" in " ".join(taken.stdout.split())
+
+
+def test_a_missing_source_is_one_message(tmp_path: Path) -> None:
+    result = incvec_("data", "pack", tmp_path / "nowhere", tmp_path / "store")
+    assert result.exit_code == 1
+    assert "is not a folder" in " ".join(result.stderr.split())
+
+
+METHODS = ("podnet", "mrfa", "pass", "fcs", "ssre", "lucir", "icarl")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dataset", "base", "tasks"), [("imagenet-subset", 50, 5), ("imagenet", 500, 10), ("tiny-imagenet-100", 50, 5)]
+)
+def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, tasks: int) -> None:
+    assert dataset in preset_file(method)
+    config = resolve({"method": method, "addons": ["ivt"] if method in METHODS[:4] else [], "dataset": dataset})
+    assert (config.base_classes, config.tasks, config.order_seed) == (base, tasks, 1993)
+    own = config.sections[method]
+    assert own["net"].startswith("resnet18")
+    assert ("64" in own["net"]) == (dataset == "tiny-imagenet-100")
+    assert (own["batch_size"], own["memory"]) == (128, 20)
+    exemplars = method in ("podnet", "mrfa", "lucir", "icarl")
+    assert own["epochs"] == (90 if exemplars else 100)
+    assert own["optimiser"] == ("sgd" if exemplars else "adam")
+    assert own["lr"] == (0.1 if exemplars else 2e-4 if method == "ssre" else 1e-3)
+    if "ivt" in config.sections:
+        assert config.sections["ivt"]["interval"] == 10
+
+
+def test_sweeps_of_the_large_data_sets() -> None:
+    assert {"imagenet-subset", "tiny-imagenet"} <= set(sweeps())
+    assert len(plan("tiny-imagenet", [])) == 8
+    assert len(plan("imagenet-subset", [])) == 24
+    for name in ("imagenet-subset", "tiny-imagenet"):
+        assert yaml.safe_load(sweeps()[name].read_text())["name"] == name
+
+
+def test_settings_that_most_runs_do_not_have_are_told_where_they_are_chosen() -> None:
+    plain = RunConfig(method="podnet")
+    assert not {"class_list", "placement"} & set(plain.resolved())
+    chosen = RunConfig(method="podnet", class_list="cmc", placement="streamed", image_size=64)
+    assert chosen.resolved()["class_list"] == "cmc"
+    assert chosen.resolved()["placement"] == "streamed"
+    assert chosen.data_options() == {"size": 64, "class_list": "cmc", "placement": "streamed"}
