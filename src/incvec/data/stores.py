@@ -49,7 +49,7 @@ def load(
     Tiny-ImageNet may lie there as files too: they are small enough to be decoded every time.
     """
     if root is None:
-        raise DataError(f"{name!r} needs a data root: the packed store, made by the command data pack")
+        raise DataError(f"{name!r} needs a data root: the packed store, made by `incvec data pack SRC DST`")
     path = Path(root).expanduser()
     if class_list is not None and name in NAMED and NAMED[name].class_list is None:
         raise ConfigError(f"{name!r} has all its classes; a class list is for 'imagenet-subset' or 'packed'")
