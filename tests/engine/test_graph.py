@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_the_backbone_moves_in_every_task(precision: str, few: Dataset, tmp_path
     record = finish(run)
     assert record["engine"]["notices"] == []
     snapshots = [weights(run.snapshot_path(task)) for task in range(5)]
-    for before, after in zip(snapshots, snapshots[1:], strict=False):
+    for before, after in itertools.pairwise(snapshots):
         trained = [name for name in before if ".backbone." in name and "running" not in name]
         assert all(not torch.equal(before[name], after[name]) for name in trained)
 
