@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from incvec.fusing import fused, fusing
+from incvec.fusing import _trained, fused, fusing
 from incvec.nets import build_backbone
 
 calls: list[bool] = []
@@ -65,6 +65,33 @@ def test_a_compiled_backbone_equals_a_plain_one() -> None:
     other = copy.deepcopy(compiled)
     with fusing(), torch.compiler.set_stance("fail_on_recompile"):
         other(images)
+
+
+def test_what_is_trained_is_part_of_the_key() -> None:
+    """The fault this guards against did not show on a CPU, so the guards themselves are tested."""
+    block = build_backbone("tiny", channels=1)
+    free = _trained((block, torch.ones(1)))
+    block.stem.requires_grad_(False)
+    assert _trained((block, torch.ones(1))) != free
+    seen: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **named: lambda *arguments: seen.append(arguments[0]))
+        watched = fused(lambda module: module)
+        with fusing():
+            watched(block)
+            block.requires_grad_(True)
+            watched(block)
+    assert len(set(seen)) == 2
+
+
+def test_the_compiler_looks_at_every_parameter() -> None:
+    import torch._dynamo
+
+    before = torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
+    with fusing():
+        assert not torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
+        assert not torch._dynamo.config.use_recursive_dict_tags_for_guards
+    assert torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags == before
 
 
 @pytest.mark.slow
