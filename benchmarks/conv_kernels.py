@@ -6,7 +6,7 @@
 Each product of each layer of ResNet-32 is captured in a CUDA graph of many launches and replayed; a launch's time
 is the median replay over the launches. `cold` goes round among more inputs than the cache holds, `hot` stays on one:
 in a step, a forward product finds its input in the cache and a product to the weights finds half of it there. Every
-cut is checked against float64 before it is timed. What is best is printed as lines for `incvec/nets/kernels.py`.
+cut is checked against float64 before it is timed. What is best is printed as lines for `incvec/nets/launch.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 
 from incvec.engine import events as ev
 from incvec.engine.run import Run
-from incvec.nets import kernels
-from incvec.nets.kernels import Shape, Sums, Tiles
+from incvec.nets import kernels, launch
+from incvec.nets.launch import Shape, Sums, Tiles
 from incvec.presets import resolve
 from incvec.records import environment
 
@@ -117,10 +117,10 @@ class Problem:
     def ours(self, kind: str, cut: Any) -> Callable[[int], Tensor]:
         def run(i: int) -> Tensor:
             if kind == "forward":
-                return kernels.launch_product(self.x[i], self.weight, False, cut)
+                return launch.product(self.x[i], self.weight, tiles=cut)[0]
             if kind == "to input":
-                return kernels.launch_product(self.grad[i], self.weight, True, cut)
-            return kernels.launch_sums(self.x[i], self.grad[i], self.weight, cut)
+                return launch.product(self.grad[i], self.weight, mirror=True, tiles=cut)[0]
+            return launch.to_weight(self.x[i], self.grad[i], self.weight, sums=cut)
 
         return run
 
@@ -213,9 +213,9 @@ def layers(batch: int, seconds: float, found: dict[str, Any], save: Callable[[],
 def adopt(found: dict[str, Any]) -> None:
     """Use the best cuts from here on, and print them as source."""
     tables: dict[str, tuple[str, dict[Shape, Any], Any]] = {
-        "forward": ("FORWARD", kernels.FORWARD, Tiles),
-        "to input": ("TO_INPUT", kernels.TO_INPUT, Tiles),
-        "to weight": ("TO_WEIGHT", kernels.TO_WEIGHT, Sums),
+        "forward": ("FORWARD", launch.FORWARD, Tiles),
+        "to input": ("TO_INPUT", launch.TO_INPUT, Tiles),
+        "to weight": ("TO_WEIGHT", launch.TO_WEIGHT, Sums),
     }
     for kind, (name, table, make) in tables.items():
         print(f"{name}:")
@@ -252,7 +252,7 @@ def step_time(on: bool, epochs: int, small: bool) -> dict[str, Any]:
                 if len(marks) == epochs:
                     break
         events.close()  # type: ignore[attr-defined]
-    kernels.enable(False)
+    kernels.enable()
     gaps = [b - a for a, b in itertools.pairwise(marks)]
     seconds = statistics.median(gaps) / steps
     return {

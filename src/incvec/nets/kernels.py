@@ -1,14 +1,13 @@
-"""Convolutions of 3x3 taps and few channels by kernels of our own, where they are switched on.
+"""Residual blocks of few channels by kernels of our own, where they suit; INCVEC_KERNELS=off leaves them out.
 
-    kernels.enable()                      # or INCVEC_KERNELS=triton in the environment
-    y = kernels.convolve(conv, x)         # conv(x), by our kernels where they suit
+    y = kernels.block(residual, x)        # None where they do not suit: the module then computes it itself
+    y = kernels.stem(stem, x)
 
-cuDNN's kernels are made for hundreds of channels; CIFAR's residual networks have 16, 32 and 64. `conv3x3` is an
-operator of torch: it is differentiable once, torch.compile takes it as it is, and a CUDA graph can hold it.
-It reads the float32 weights and rounds them to bfloat16 on the way into the product, and returns their gradient
-in float32 from float32 sums, so that no kernel is spent on conversions. The same inputs give the same bits.
-
-Triton is imported when a kernel is first launched. The switch is off unless someone turns it on.
+cuDNN's kernels are made for hundreds of channels; CIFAR's residual networks have 16, 32 and 64. In training, a
+block's convolutions take the statistics of their results as they go, and its backward products mask, sum and add the
+same way; a frozen teacher's block is two kernels. Weights are read in float32 and rounded to bfloat16 on the way into
+the product, and their gradients come in float32 from float32 sums, so that no kernel is spent on conversions. The same
+inputs give the same bits. Gradients can be taken once, not twice; what asks for more gets torch's own operators.
 """
 
 from __future__ import annotations
@@ -16,268 +15,183 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from incvec.nets import launch
+from incvec.nets.launch import Masked, Normed
+
+if TYPE_CHECKING:
+    from incvec.nets.resnet import Residual, Stem
 
 CHANNELS = frozenset({16, 32, 64})
 VARIABLE = "INCVEC_KERNELS"
 
-Shape = tuple[int, int, int, int]  # channels in, channels out, height, width
-
-
-class Tiles(NamedTuple):
-    """How `correlate` is cut: pixels and channels a program, taps at once, pipeline depth (0: none), warps."""
-
-    pixels: int
-    channels: int
-    group: int
-    stages: int
-    warps: int
-
-
-class Sums(NamedTuple):
-    """How `weigh` is cut: pixels a turn, channels, taps at once, such tiles, parts, pipeline depth, warps."""
-
-    pixels: int
-    channels: int
-    group: int
-    tiles: int
-    parts: int
-    stages: int
-    warps: int
-
-
-# What benchmarks/conv_kernels.py found best goes here; until it has run, these are reasoned, not measured.
-FORWARD: dict[Shape, Tiles] = {
-    (16, 16, 32, 32): Tiles(128, 16, 1, 0, 4),
-    (32, 32, 16, 16): Tiles(64, 32, 1, 0, 4),
-    (64, 64, 8, 8): Tiles(64, 32, 1, 0, 4),
-}
-TO_INPUT: dict[Shape, Tiles] = {
-    (16, 16, 32, 32): Tiles(128, 16, 1, 0, 4),
-    (32, 32, 16, 16): Tiles(64, 32, 1, 0, 4),
-    (64, 64, 8, 8): Tiles(64, 32, 1, 0, 4),
-}
-TO_WEIGHT: dict[Shape, Sums] = {
-    (16, 16, 32, 32): Sums(64, 16, 3, 3, 256, 2, 4),
-    (32, 32, 16, 16): Sums(64, 32, 3, 1, 128, 3, 4),
-    (64, 64, 8, 8): Sums(64, 64, 1, 1, 32, 3, 4),
-}
-
-_enabled = False
+_enabled = True
 
 
 def enable(on: bool = True) -> None:
     """Turn our kernels on or off, for networks built before and after alike. Captured steps stay as they are."""
     global _enabled
-    if on and importlib.util.find_spec("triton") is None:
-        raise RuntimeError(
-            "convolution kernels were asked for, but triton is not installed: install it, or turn them off"
-        )
     _enabled = on
 
 
 def asked(environment: Mapping[str, str]) -> bool:
-    """Whether the environment asks for our kernels."""
-    value = environment.get(VARIABLE, "")
-    if value not in ("", "cudnn", "triton"):
-        raise ValueError(f"{VARIABLE}={value!r} is not known: give triton, cudnn or nothing")
-    return value == "triton"
+    """Whether the environment lets our kernels be used."""
+    value = environment.get(VARIABLE, "on")
+    if value not in ("on", "off"):
+        raise ValueError(f"{VARIABLE}={value!r} is not known: give on or off")
+    return value == "on"
 
 
-def enabled() -> bool:
-    """Whether our kernels are used where they suit."""
-    return _enabled
+def available() -> bool:
+    """Whether our kernels are on and this machine can run them."""
+    return _enabled and importlib.util.find_spec("triton") is not None and torch.cuda.is_available()
 
 
-def suits(conv: nn.Module, x: Tensor) -> bool:
-    """Whether `conv3x3(x, conv.weight)` is what `conv(x)` computes, and nobody listens to the module's call."""
+def block(module: Residual, x: Tensor) -> Tensor | None:
+    """The residual block by our kernels, or None where they do not suit."""
+    if not (_enabled and x.is_cuda and x.dtype == torch.bfloat16 and _free()):
+        return None
+    first, second = module.conv1, module.conv2
+    stride = first.stride[0]
+    size = x.shape[2] % stride or x.shape[3] % stride
+    if size or x.shape[1] not in CHANNELS or not (_known(first, module.norm1) and _known(second, module.norm2)):
+        return None
+    other = None if isinstance(module.shortcut, nn.Identity) else module.shortcut(x)
+    if module.norm1.training and module.norm2.training:
+        y: Tensor = Block.apply(  # type: ignore[no-untyped-call]
+            module, x, other, first.weight, module.norm1.weight, module.norm1.bias,
+            second.weight, module.norm2.weight, module.norm2.bias,
+        )  # fmt: skip
+        return y
+    if module.norm1.training or module.norm2.training or _differentiated(module, x):
+        return None
+    return infer_block(module, x, x if other is None else other)
+
+
+def stem(module: Stem, x: Tensor) -> Tensor | None:
+    """The network's entrance by our kernels, or None where they do not suit."""
+    if not (_enabled and x.is_cuda and torch.is_autocast_enabled("cuda") and not x.requires_grad and _free()):
+        return None
+    if torch.get_autocast_dtype("cuda") != torch.bfloat16 or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if module.pooled or x.shape[1] > 3 or not _known(module.conv, module.norm, {1, 2, 3}):
+        return None
+    if module.norm.training:
+        y: Tensor = Entrance.apply(  # type: ignore[no-untyped-call]
+            module, x, module.conv.weight, module.norm.weight, module.norm.bias
+        )
+        return y
+    if _differentiated(module, x):
+        return None
+    return launch.product(x, module.conv.weight, end=Normed(module.norm, None, True))[0]
+
+
+def infer_block(module: Residual, x: Tensor, other: Tensor) -> Tensor:
+    """The block with its running statistics, without gradients: two kernels."""
+    stride = module.conv1.stride[0]
+    inner = launch.product(x, module.conv1.weight, stride=stride, end=Normed(module.norm1, None, True))[0]
+    return launch.product(inner, module.conv2.weight, end=Normed(module.norm2, other, module.relu))[0]
+
+
+def _free() -> bool:
+    """Neither vmap nor gradients of gradients nor a compiler: those get torch's own operators."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def _differentiated(module: nn.Module, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
+
+
+def _known(conv: nn.Module, norm: nn.Module, inputs: frozenset[int] | set[int] = CHANNELS) -> bool:
+    """Whether these are plain modules of shapes we have kernels for, and nobody listens to their calls."""
+    from incvec.nets.resnet import Norm
+
     return (
         type(conv) is nn.Conv2d
-        and x.is_cuda
-        and x.dtype == torch.bfloat16
-        and x.dim() == 4
-        and 0 < x.numel() < 2**31 // 4
-        and conv.in_channels in CHANNELS
+        and type(norm) is Norm
+        and conv.in_channels in inputs
         and conv.out_channels in CHANNELS
         and conv.kernel_size == (3, 3)
-        and conv.stride == (1, 1)
+        and conv.stride in ((1, 1), (2, 2))
         and conv.padding == (1, 1)
         and conv.dilation == (1, 1)
         and conv.groups == 1
         and conv.bias is None
         and conv.padding_mode == "zeros"
-        and not (conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks)
-        # Neither vmap nor gradients of gradients: torch.func's users get torch's own convolution.
-        and (torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active())
+        and norm.affine
+        and norm.running_mean is not None
+        and norm.momentum is not None
+        and not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (conv, norm))
     )
 
 
-def convolve(conv: nn.Module, x: Tensor) -> Tensor:
-    """conv(x), by our kernels where they are on and suit."""
-    if _enabled and isinstance(conv, nn.Conv2d) and suits(conv, x):
-        y: Tensor = conv3x3(x, conv.weight)
-    else:
-        y = conv(x)
-    return y
+class Block(torch.autograd.Function):
+    """A residual block in training: y = relu(other + norm2(conv2(relu(norm1(conv1(x)))))), `other` None: x."""
 
-
-def tiles_for(shape: Shape, mirror: bool) -> Tiles:
-    """The cut of a forward product, or with `mirror` of the one to x, whose input channels are our outputs."""
-    found = (TO_INPUT if mirror else FORWARD).get(shape)
-    if found is None:
-        found = Tiles(64, min(shape[1], 32), 1, 0, 4)
-    return found
-
-
-def sums_for(shape: Shape) -> Sums:
-    """The cut of the product to w."""
-    found = TO_WEIGHT.get(shape)
-    if found is None:
-        found = Sums(64, min(shape[1], 64), 1, 1, 32, 3, 4) if shape[0] == 64 else Sums(64, shape[1], 3, 1, 128, 3, 4)
-    return found
-
-
-def steps(weight: Tensor) -> tuple[int, int, int] | None:
-    """Steps in memory between output channels, input channels and taps, or None where taps are not one run."""
-    out, into, down, right = weight.stride()
-    dense = weight.is_contiguous() or weight.is_contiguous(memory_format=torch.channels_last)
-    return (out, into, right) if dense and down == 3 * right else None
-
-
-def launch_product(x: Tensor, weight: Tensor, mirror: bool, tiles: Tiles | None = None) -> Tensor:
-    """y = conv(x, weight); with `mirror`, the gradient to the input from the output's gradient x."""
-    from incvec.nets import triton_conv
-
-    x = x.contiguous(memory_format=torch.channels_last)
-    found = steps(weight)
-    if found is None:
-        weight = weight.contiguous()
-        found = steps(weight)
-    assert found is not None
-    out, into, tap = found
-    batch, n_in, height, width = x.shape
-    n_out = weight.shape[1] if mirror else weight.shape[0]
-    if mirror:
-        out, into = into, out
-    y = torch.empty(
-        (batch, n_out, height, width), dtype=x.dtype, device=x.device, memory_format=torch.channels_last
-    )  # fmt: skip
-    cut = tiles or tiles_for((n_in, n_out, height, width), mirror)
-    pixels = batch * height * width
-    grid = (-(-pixels // cut.pixels), n_out // cut.channels)
-    with _on(x):
-        triton_conv.correlate[grid](
-            x, weight, y, pixels,
-            H=height, W=width, CI=n_in, CO=n_out, IN=into, OUT=out, TAP=tap, MIRROR=mirror,
-            GROUP=cut.group, BLOCK_M=cut.pixels, BLOCK_N=cut.channels, STAGES=cut.stages,
-            EVEN=pixels % cut.pixels == 0, KIND=triton_conv.KIND, num_warps=cut.warps,
+    @staticmethod
+    def forward(
+        ctx: Any, module: Residual, x: Tensor, other: Tensor | None, weight1: Tensor, gamma1: Tensor, beta1: Tensor,
+        weight2: Tensor, gamma2: Tensor, beta2: Tensor,
+    ) -> Tensor:  # fmt: skip
+        norm1, norm2 = module.norm1, module.norm2
+        ctx.stride = module.conv1.stride[0]
+        ctx.plain = other is None
+        x = x.contiguous(memory_format=launch.LAST)
+        z1, parts, rows = launch.product(x, weight1, stride=ctx.stride, moments=True)
+        moments1 = launch.settle(parts, rows, z1, norm1)
+        inner = launch.normalise(z1, moments1, norm1, None, True)
+        z2, parts, rows = launch.product(inner, weight2, moments=True)
+        moments2 = launch.settle(parts, rows, z2, norm2)
+        y = launch.normalise(z2, moments2, norm2, x if other is None else other, module.relu)
+        ctx.save_for_backward(
+            x, z1, moments1, inner, z2, moments2, y if module.relu else None, weight1, gamma1, beta1, weight2, gamma2
         )  # fmt: skip
-    return y
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, z1, moments1, inner, z2, moments2, y, weight1, gamma1, beta1, weight2, gamma2 = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        passed, sums2 = launch.sum_back(grad, y, z2, moments2)
+        to_z2 = launch.normalise_back(passed, z2, moments2, gamma2, sums2)
+        to_weight2 = launch.to_weight(inner, to_z2, weight2) if needs[6] else None
+        to_inner, parts, _ = launch.product(to_z2, weight2, mirror=True, end=Masked(z1, moments1, gamma1, beta1))
+        sums1 = launch.add_parts(parts)
+        to_z1 = launch.normalise_back(to_inner, z1, moments1, gamma1, sums1)
+        to_weight1 = launch.to_weight(x, to_z1, weight1, stride=ctx.stride) if needs[3] else None
+        to_x = None
+        if needs[1]:
+            end = passed if ctx.plain else None
+            to_x = launch.product(to_z1, weight1, stride=ctx.stride, mirror=True, end=end)[0]
+        to_other = None if ctx.plain else passed
+        return None, to_x, to_other, to_weight1, sums1[1], sums1[0], to_weight2, sums2[1], sums2[0]
 
 
-def launch_sums(x: Tensor, grad: Tensor, weight: Tensor, sums: Sums | None = None) -> Tensor:
-    """The gradient to the weights, in their layout and format; only their layout and format are read."""
-    from incvec.nets import triton_conv
+class Entrance(torch.autograd.Function):
+    """A stem in training: y = relu(norm(conv(x))), for images, to which no gradient goes."""
 
-    x = x.contiguous(memory_format=torch.channels_last)
-    grad = grad.contiguous(memory_format=torch.channels_last)
-    total = torch.empty_like(weight, dtype=torch.float32)
-    found = steps(total)
-    if found is None:
-        total = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-        found = steps(total)
-    assert found is not None
-    out, into, tap = found
-    batch, n_in, height, width = x.shape
-    n_out = grad.shape[1]
-    cut = sums or sums_for((n_in, n_out, height, width))
-    pixels = batch * height * width
-    turns = -(-pixels // (cut.pixels * cut.parts))
-    chunk = turns * cut.pixels
-    count = -(-pixels // chunk)
-    size = 9 * n_in * n_out
-    parts = torch.empty((count, size), dtype=torch.float32, device=x.device)
-    block = size // 144  # a power of two, since channels are; 144 programs, about one a multiprocessor
-    with _on(x):
-        triton_conv.weigh[(count, 9 // (cut.group * cut.tiles), n_out // cut.channels)](
-            x, grad, parts, pixels,
-            H=height, W=width, CI=n_in, CO=n_out, IN=into, OUT=out, TAP=tap,
-            GROUP=cut.group, TILES=cut.tiles, BLOCK_P=cut.pixels, BLOCK_N=cut.channels, STAGES=cut.stages,
-            TURNS=turns, EVEN=pixels % chunk == 0, KIND=triton_conv.KIND, num_warps=cut.warps,
-        )  # fmt: skip
-        triton_conv.add_up[(144,)](
-            parts, total, COUNT=count, SIZE=size, BLOCK_E=block, BLOCK_S=max(4, 4096 // block), num_warps=4
-        )  # fmt: skip
-    return total if weight.dtype == torch.float32 else total.to(weight.dtype)
+    @staticmethod
+    def forward(ctx: Any, module: Stem, x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        z, parts, rows = launch.product(x, weight, moments=True)
+        moments = launch.settle(parts, rows, z, module.norm)
+        y = launch.normalise(z, moments, module.norm, None, True)
+        ctx.save_for_backward(x, z, moments, y, weight, gamma)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, moments, y, weight, gamma = ctx.saved_tensors
+        passed, sums = launch.sum_back(grad, y, z, moments)
+        to_z = launch.normalise_back(passed, z, moments, gamma, sums)
+        to_weight = launch.to_weight(x, to_z, weight) if ctx.needs_input_grad[2] else None
+        return None, None, to_weight, sums[1], sums[0]
 
 
-def _on(x: Tensor) -> Any:
-    """Triton launches on the current device; the interpreter's tensors have none."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
-@torch.library.custom_op("incvec::conv3x3", mutates_args=())
-def conv3x3(x: Tensor, weight: Tensor) -> Tensor:
-    """The 3x3 convolution, stride 1 and padding 1, of bfloat16 maps; weights in float32 (or bfloat16)."""
-    for name, number in (("in", weight.shape[1]), ("out", weight.shape[0])):
-        if number not in CHANNELS:
-            raise ValueError(f"conv3x3 knows {sorted(CHANNELS)} channels, not {number} channels {name}")
-    if x.dtype != torch.bfloat16 or weight.shape[2:] != (3, 3) or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"conv3x3 takes bfloat16 maps [N, C, H, W] and weights [O, C, 3, 3], "
-            f"not {x.dtype} {list(x.shape)} and {list(weight.shape)}; use torch's conv2d for these"
-        )
-    return launch_product(x, weight, mirror=False)
-
-
-@torch.library.custom_op("incvec::conv3x3_to_input", mutates_args=())
-def conv3x3_to_input(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of `conv3x3` to its maps."""
-    return launch_product(grad, weight, mirror=True)
-
-
-@torch.library.custom_op("incvec::conv3x3_to_weight", mutates_args=())
-def conv3x3_to_weight(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of `conv3x3` to its weights; their values are not read."""
-    return launch_sums(x, grad, weight)
-
-
-def _maps_like(x: Tensor, channels: int) -> Tensor:
-    shape = (x.shape[0], channels, x.shape[2], x.shape[3])
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-
-
-@conv3x3.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return _maps_like(x, weight.shape[0])
-
-
-@conv3x3_to_input.register_fake
-def _(grad: Tensor, weight: Tensor) -> Tensor:
-    return _maps_like(grad, weight.shape[1])
-
-
-@conv3x3_to_weight.register_fake
-def _(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    return torch.empty_like(weight) if steps(weight) else weight.new_empty(weight.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    to_x = conv3x3_to_input(grad, weight) if ctx.needs_input_grad[0] else None
-    to_weight = conv3x3_to_weight(x, grad, weight) if ctx.needs_input_grad[1] else None
-    return to_x, to_weight
-
-
-conv3x3.register_autograd(_backward, setup_context=_save)
-
-if asked(os.environ):
-    enable()
+_enabled = asked(os.environ)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from incvec.fusing import fused
-from incvec.nets.kernels import convolve
+from incvec.nets import kernels
 
 Entrance = Literal["3x3", "3x3+pool", "7x7+pool"]
 Shortcut = Literal["pad", "conv"]
@@ -135,10 +135,15 @@ class Residual(nn.Module):
             self.shortcut = ConvShortcut(channels, out, stride)
         self.relu = relu
 
-    @fused(dynamic=False)
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(convolve(self.conv1, x)), inplace=True)
-        y = self.norm2(convolve(self.conv2, y)) + self.shortcut(x)
+        y = kernels.block(self, x)
+        return self.plain(x) if y is None else y
+
+    @fused(dynamic=False)
+    def plain(self, x: Tensor) -> Tensor:
+        """The block by torch's own operators."""
+        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        y = self.norm2(self.conv2(y)) + self.shortcut(x)
         return F.relu(y, inplace=True) if self.relu else y
 
 
@@ -154,8 +159,13 @@ class Stem(nn.Module):
         self.norm = Norm(out)
         self.pooled = entrance != "3x3"
 
-    @fused(dynamic=False)
     def forward(self, x: Tensor) -> Tensor:
+        y = kernels.stem(self, x)
+        return self.plain(x) if y is None else y
+
+    @fused(dynamic=False)
+    def plain(self, x: Tensor) -> Tensor:
+        """The stem by torch's own operators."""
         y = F.relu(self.norm(self.conv(x)), inplace=True)
         return F.max_pool2d(y, 3, stride=2, padding=1) if self.pooled else y
 
