@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from incvec import cli
 from incvec.errors import DataError
+from incvec.presets import changed_settings
 from incvec.records import find_records
 from incvec.report import charts, contents, document, figures, labs, sheet, style
-from incvec.report.reproduced import Comparison, changed_settings
+from incvec.report.reproduced import Comparison
 from incvec.report.study import Entry, group, load, panels
 from tests.report.samples import sample, study, write
 
@@ -202,8 +203,8 @@ def test_how_it_was_run() -> None:
 
 
 def test_another_base_is_another_experiment() -> None:
-    assert changed_settings(sample(base_classes=40)) == {"base_classes": 40}
-    assert changed_settings(sample(seed=3, order_seed=5, tasks=10, device="cpu", engine="eager")) == {}
+    assert changed_settings(sample(base_classes=40)["config"]) == {"base_classes": 40}
+    assert changed_settings(sample(seed=3, order_seed=5, tasks=10, device="cpu", engine="eager")["config"]) == {}
 
 
 def test_latex_is_ready_to_paste() -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from incvec.report import style
-from incvec.report.reproduced import Comparison, compare_gains, paper
-from incvec.report.study import Entry, Group, Panel, Stream, settings_text
+from incvec.report.reproduced import Comparison, compare_gains, paper, settings_text
+from incvec.report.study import Entry, Group, Panel, Stream
 
 
 @dataclass(frozen=True)

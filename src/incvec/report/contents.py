@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
+from incvec.presets import changed_settings
 from incvec.report import style, tables
-from incvec.report.reproduced import METRICS, TASKS, Comparison, compare, compare_gains, paper
+from incvec.report.reproduced import METRICS, TASKS, Comparison, compare, compare_gains, paper, settings_text
 from incvec.report.sheet import Cell, Column, Row, Sheet, number, spread, word
-from incvec.report.study import Entry, Group, settings_text
+from incvec.report.study import Entry, Group
 
 ARROWS = {"AA": "AA ↑", "LA": "LA ↑", "FM": "FM ↓"}
 MEASURES = "AA: accuracy averaged over the tasks; LA: after the last one; FM: forgetting, less is better; in percent."
@@ -148,9 +149,7 @@ def command(record: Mapping[str, Any]) -> str:
         words += ["--addon", name]
     words += ["--dataset", record["dataset"], "--tasks", str(record["tasks"]), "--seed", str(record["seed"])]
     words += ["--oracle"] if record["oracle"] else []
-    from incvec.report.reproduced import changed_settings
-
-    changes = changed_settings(record)
+    changes = changed_settings(record["config"])
     if (order := record["config"].get("order_seed", 1993)) != 1993:
         changes["order_seed"] = order
     for key, value in changes.items():

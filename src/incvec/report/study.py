@@ -17,9 +17,10 @@ from typing import Any
 from incvec.config import digest
 from incvec.errors import DataError
 from incvec.metrics import summarise
+from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
 from incvec.report import style
-from incvec.report.reproduced import METRICS, changed_settings
+from incvec.report.reproduced import METRICS, settings_text
 
 TOLERANCE = 1e-6  # between a record's summaries and those of its matrix
 
@@ -42,7 +43,7 @@ class Entry:
     @cached_property
     def changes(self) -> dict[str, Any]:
         """Settings that differ from the presets."""
-        return changed_settings(self.record)
+        return changed_settings(self.record["config"])
 
     @property
     def addon_changes(self) -> dict[str, Any]:
@@ -172,11 +173,6 @@ class Panel:
         changes = self.first.first.host_changes
         parts = [self.first.stream.slug, self.host] + ([digest(changes)[:6]] if changes else [])
         return "-".join(parts)
-
-
-def settings_text(changes: Mapping[str, Any]) -> str:
-    """`podnet.memory=5, ivt.interval=1`."""
-    return ", ".join(f"{key}={value}" for key, value in changes.items())
 
 
 def load(paths: Sequence[Path]) -> list[Entry]:
