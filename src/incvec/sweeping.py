@@ -90,7 +90,7 @@ class Row:
 def table(rows: Sequence[Row], title: str) -> Table:
     shown = Table(title=title, title_justify="left")
     for column in ("run", "state", "where", "done", "left", "accuracy"):
-        shown.add_column(column)
+        shown.add_column(column, overflow="fold")  # names that differ in their last letters stay apart
     for row in rows:
         left = "" if row.left is None else duration(row.left)
         shown.add_row(row.name, row.state, row.where, f"{100 * row.fraction:.0f} %", left, row.accuracy)
