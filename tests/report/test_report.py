@@ -179,6 +179,27 @@ def test_sweeps_of_one_setting_include_the_preset() -> None:
     assert [line.label for line in found["cifar100-5-podnet-memory"].lines] == ["PODNet", "PODNet + IVT"]
 
 
+def test_switches_are_differences_from_the_preset() -> None:
+    records = {"a": sample("podnet", "ivt"), "b": sample("podnet", "ivt", seed=1)}
+    records["c"] = sample("podnet", "ivt", fall=3.0, ivt={"stages": ["main", "balance"]})
+    records["d"] = sample("podnet", "ivt", fall=3.5, ivt={"interval": 20})
+    (chart,) = charts.switch_charts(group(entries_of(records)))
+    assert [bar.label for bar in chart.bars] == ["ivt.interval=20", "ivt.stages=[main, balance]"]
+    assert chart.bars[1].value == records["c"]["metrics"]["LA"] - records["a"]["metrics"]["LA"]
+    assert chart.bars[1].error is None
+    del records["c"]  # numbers alone are drawn as a line
+    assert charts.switch_charts(group(entries_of(records))) == []
+
+
+def test_notes_tell_of_marks_that_are_there() -> None:
+    first, second = (
+        charts.Bar("podnet", "PODNet", 1.0, error, 1, paper) for error, paper in ((None, 2.0), (0.5, None))
+    )
+    assert charts.bar_note([first], "Whiskers.") == "Diamonds: the paper's value."
+    assert charts.bar_note([second], "Whiskers.") == "Whiskers."
+    assert charts.bar_note([], "Whiskers.") == ""
+
+
 def test_time_leaves_the_shared_base_out() -> None:
     groups = group(entries_of({"a": sample(), "b": sample("podnet", "ivt")}))
     chart = charts.time_chart(groups[0].stream, groups)

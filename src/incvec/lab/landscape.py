@@ -147,7 +147,9 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
         name = f"start, after task {before}" if origin else look.label
         name += f", projected ({mark['off_plane']:.1f} off the plane)" if mark["role"] == "oracle" else ""
         if not origin:
-            axes.plot([start["a"], mark["a"]], [start["b"], mark["b"]], color="white", dashes=(3, 2), linewidth=1.1)
+            axes.plot(
+                [start["a"], mark["a"]], [start["b"], mark["b"]], color="white", dashes=(3, 2), linewidth=1, alpha=0.75
+            )
         axes.plot(
             mark["a"], mark["b"], linestyle="", label=f"{name}: loss {mark['loss']:.2f}, {mark['accuracy']:.1f} %",
             color="black" if origin else look.colour, marker="o" if origin else look.marker,

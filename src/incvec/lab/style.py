@@ -149,6 +149,6 @@ def save(figure: Any, stem: Path) -> list[Path]:
     """PNG and PDF; without dates inside, so that the same numbers give the same files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(stem.name + end) for end in (".png", ".pdf")]
-    figure.savefig(files[0], metadata={"Software": None})
+    figure.savefig(files[0], metadata={"Software": None}, pil_kwargs={"optimize": True})
     figure.savefig(files[1], metadata={"CreationDate": None})
     return files

@@ -7,11 +7,18 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
 from incvec.presets import changed_settings
 from incvec.report import style, tables
-from incvec.report.reproduced import METRICS, TASKS, Comparison, compare, compare_gains, paper, settings_text
+from incvec.report.reproduced import (
+    METRICS,
+    TASKS,
+    Comparison,
+    compare,
+    compare_gains,
+    paper,
+    settings_text,
+    yaml_value,
+)
 from incvec.report.sheet import Cell, Column, Row, Sheet, number, spread, word
 from incvec.report.study import Entry, Group
 
@@ -155,11 +162,6 @@ def command(record: Mapping[str, Any]) -> str:
     for key, value in changes.items():
         words += ["--set", f"{key}={yaml_value(value)}"]
     return shlex.join(words)
-
-
-def yaml_value(value: Any) -> str:
-    """A value as `--set` reads it."""
-    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
 
 
 def seeds(each: Group) -> str:

@@ -59,11 +59,13 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
 
     yield part("ivt", "what IVT adds", [contents.gain_sheet(dataset, entries)], charts.gain_charts(dataset, entries))
     last = [charts.last_chart(stream, groups) for stream in streams]
-    yield part("paper", "beside the paper", contents.paper_sheets(entries), last)
+    beside = "beside the paper" if dataset in reproduced.paper() else "after the last task"
+    yield part("paper", beside, contents.paper_sheets(entries), last)
     gap = contents.gap_sheet(dataset, groups)
     yield part("tasks", "task after task", [gap], [charts.accuracy_chart(panel) for panel in chosen])
     yield part("matrices", "accuracy by task", [], [heat for panel in chosen for heat in charts.heat_charts(panel)])
-    settings = [*charts.sweep_charts(groups), *(charts.time_chart(stream, groups) for stream in streams)]
+    settings: list[Chart | None] = [*charts.switch_charts(groups), *charts.sweep_charts(groups)]
+    settings += [charts.time_chart(stream, groups) for stream in streams]
     yield part("settings", "settings and time", [], settings)
     yield part("all", "all that was run", [contents.group_sheet(dataset, groups)], [])
 

@@ -50,7 +50,8 @@ class Finding:
 def find(paths: Sequence[Path]) -> list[Finding]:
     """Every file that a lab command left at or below the folders."""
     found = [(file, read(file)) for file in findings([path for path in paths if path.is_dir()])]
-    return [Finding(file, data) for file, data in found if data is not None]
+    made = [Finding(file, data) for file, data in found if data is not None]
+    return sorted(made, key=lambda finding: (finding.file.parent, list(KINDS).index(finding.data["kind"])))
 
 
 def path_sheet(finding: Finding) -> Sheet | None:

@@ -215,8 +215,13 @@ def switched(configs: Sequence[RunConfig]) -> list[str]:
 
 
 def settings_text(changes: Mapping[str, Any]) -> str:
-    """`podnet.memory=5, ivt.interval=1`."""
-    return ", ".join(f"{key}={value}" for key, value in changes.items())
+    """`podnet.memory=5, ivt.stages=[main, balance]`."""
+    return ", ".join(f"{key}={yaml_value(value)}" for key, value in changes.items())
+
+
+def yaml_value(value: Any) -> str:
+    """A value as `--set` reads it."""
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
 
 
 def bound_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:

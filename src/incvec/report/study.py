@@ -20,7 +20,7 @@ from incvec.metrics import summarise
 from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
 from incvec.report import style
-from incvec.report.reproduced import METRICS, settings_text
+from incvec.report.reproduced import METRICS, settings_text, yaml_value
 
 TOLERANCE = 1e-6  # between a record's summaries and those of its matrix
 
@@ -113,7 +113,9 @@ class Group:
     @property
     def label(self) -> str:
         """`PODNet + IVT (interval 5)`."""
-        changes = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in self.first.addon_changes.items())
+        changes = ", ".join(
+            f"{key.partition('.')[2]} {yaml_value(value)}" for key, value in self.first.addon_changes.items()
+        )
         return style.label(self.name) + (f" ({changes})" if changes else "")
 
     @property
