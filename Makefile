@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all bench clean
+.PHONY: demo test test-all bench figures clean
 
 $(VENV)/lab: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,14 @@ test-all: $(VENV)/dev
 bench: $(VENV)/lab
 	$(BIN)/python benchmarks/ivt_overhead.py
 	$(BIN)/python benchmarks/throughput.py --small
+	$(BIN)/python benchmarks/lab_speed.py --small
+
+# The pictures in results/figures, from the numbers that lie beside them, and every page made from the records.
+figures: $(VENV)/lab
+	test ! -d results/figures || $(BIN)/incvec lab draw results/figures
+	$(BIN)/python -m incvec.report.reproduced results
+	$(BIN)/python -m incvec.report.catalogue > docs/methods.md
+	$(BIN)/python -m incvec.report.catalogue --readme README.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

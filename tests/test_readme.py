@@ -228,8 +228,12 @@ def test_other_commands_name_what_exists(shown: Shown) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert words[0] == "install"
         assert set(re.findall(r"\[(.*?)\]", " ".join(words))) <= set(extras)
+    elif program == "torchrun":
+        place = words.index("-m")
+        assert words[place + 1] == "incvec"
+        assert parsed(tuple(words[place + 1 :]))["method"] in METHODS
     elif program == "python" and words[0] == "-m":
-        assert words[1] in ("pytest", "incvec", "incvec.report.catalogue")
+        assert words[1] in ("pytest", "incvec", "incvec.report.catalogue", "incvec.report.reproduced")
     elif program == "python":
         source = (ROOT / words[0]).read_text()
         for option in (word for word in words if word.startswith("--")):
@@ -400,10 +404,10 @@ def test_the_list_of_methods_is_up_to_date() -> None:
     )
 
 
-def test_the_readmes_table_is_up_to_date() -> None:
+def test_the_readmes_tables_are_up_to_date() -> None:
     text = (ROOT / "README.md").read_text()
-    assert text == catalogue.with_overview(text), (
-        "the README's table is stale: python -m incvec.report.catalogue --readme README.md"
+    assert text == catalogue.renewed(text, ROOT / "results"), (
+        "the README's tables are stale: python -m incvec.report.catalogue --readme README.md"
     )
     table = text.partition(catalogue.BEGIN)[2].partition(catalogue.END)[0]
     for row, known in (("methods", METHODS), ("add-ons", ADDONS), ("data sets", DATASETS)):
@@ -448,12 +452,12 @@ def test_cells_and_markers() -> None:
     assert catalogue.linked("A, B and C, https://d.org/e,f") == "[A, B and C](https://d.org/e,f)"
     assert catalogue.linked("(a baseline)") == "(a baseline)"
     assert catalogue.table(["a"], [["x|y"]]) == "| a |\n| --- |\n| x\\|y |"
-    text = f"before\n{catalogue.BEGIN}\nold\n{catalogue.END}\nafter\n"
-    renewed = catalogue.with_overview(text)
-    assert renewed == text.replace("old", catalogue.overview())
-    assert catalogue.with_overview(renewed) == renewed
-    with pytest.raises(DataError, match="no place for the overview"):
-        catalogue.with_overview("nothing here")
+    text = "before\n<a>\nold\n<b>\nafter\n"
+    renewed = catalogue.between(text, "<a>", "<b>", r"\1 new")
+    assert renewed == text.replace("old", r"\1 new")
+    assert catalogue.between(renewed, "<a>", "<b>", r"\1 new") == renewed
+    with pytest.raises(DataError, match="no place for this: expected <a>"):
+        catalogue.between("nothing here", "<a>", "<b>", "new")
 
 
 # Links ----------------------------------------------------------------------------------------------------

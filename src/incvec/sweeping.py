@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,10 @@ from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run
 from incvec.engine.sweep import default_at_once, read_sweep
 from incvec.errors import ConfigError, IncvecError, nearest
-from incvec.presets import resolve, run_name
+from incvec.presets import changed_settings, resolve, run_name, sweeps
 from incvec.report.tables import duration
 
 QUIET = 10.0  # seconds between two accounts where there is no terminal
-
-
-def sweeps() -> dict[str, Path]:
-    """The sweeps that come with the package, by name."""
-    folder = resources.files("incvec.presets") / "sweeps"
-    return {Path(str(file)).stem: Path(str(file)) for file in sorted(folder.iterdir(), key=str) if file.is_file()}
 
 
 def find_sweep(name: str) -> Path:
@@ -97,7 +90,7 @@ class Row:
 def table(rows: Sequence[Row], title: str) -> Table:
     shown = Table(title=title, title_justify="left")
     for column in ("run", "state", "where", "done", "left", "accuracy"):
-        shown.add_column(column)
+        shown.add_column(column, overflow="fold")  # names that differ in their last letters stay apart
     for row in rows:
         left = "" if row.left is None else duration(row.left)
         shown.add_row(row.name, row.state, row.where, f"{100 * row.fraction:.0f} %", left, row.accuracy)
@@ -126,7 +119,9 @@ def sweep(
     if dry_run:
         for folder, config in planned:
             state = "done" if (out / folder / "record.json").exists() else "to do"
-            console.print(f"{state:6} {folder}  (device {config.device}, engine {config.engine})")
+            changes = "".join(f" {key}={value}" for key, value in changed_settings(config.resolved()).items())
+            line = f"{state:6} {folder}  (device {config.device}, engine {config.engine}){changes}"
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
         return 0
     device = pick_device(planned[0][1].device)
     data: dict[str, Dataset] = {}

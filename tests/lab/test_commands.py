@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from incvec.cli import app
 from incvec.data import Dataset
+from incvec.lab import drawing
 from tests.lab.conftest import Finished, train
 
 
@@ -79,6 +80,40 @@ def test_curvature(runs: Finished, tmp_path: Path) -> None:
     shown = call("curvature", runs.ivt, "--points", 3, "--images", 30, "-o", tmp_path)
     assert "mean S" in shown
     assert len(written(tmp_path, "curvature")["tasks"]) == 2
+
+
+def test_all_of_them_and_drawn_again_without_the_runs(runs: Finished, tmp_path: Path) -> None:
+    given = ("--points", 3, "--size", 3, "--images", 30, "-o", tmp_path, "--name", "few")
+    call("all", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, *given)
+    kinds = ("path", "tradeoff", "plane", "gap", "curvature")
+    for kind in kinds:
+        assert written(tmp_path, f"few-{kind}")["kind"] == kind
+    assert [panel["task_to"] for panel in written(tmp_path, "few-tradeoff")["panels"]] == [1, 2]
+    shown = call("draw", tmp_path, "-o", tmp_path / "again")
+    for kind in kinds:
+        for end in ("png", "pdf"):
+            name = f"few-{kind}.{end}"
+            assert name in shown
+            assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_drawing_what_is_no_finding(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "broken.json").write_text('{"format": 1, "kind": "plane"}')
+    for name, words in (("other", "was not written by"), ("broken", "make it again with `incvec lab plane`")):
+        result = CliRunner().invoke(app, ["lab", "draw", str(tmp_path / f"{name}.json")])
+        assert result.exit_code == 1
+        assert words in result.output
+    (tmp_path / "broken.json").unlink()
+    assert "no numbers" in CliRunner().invoke(app, ["lab", "draw", str(tmp_path)]).output
+
+
+def test_numbers_are_written_row_by_row() -> None:
+    found = {"a": [1, 2.5, None], "b": {}, "c": [[1, 2], [3]], "d": [{"e": "λ"}], "f": "x", "g": []}
+    text = drawing.written(found)
+    assert json.loads(text) == found
+    assert '"a": [1, 2.5, null]' in text
+    assert "  [1, 2],\n" in text
 
 
 def test_errors_are_one_message(runs: Finished, tmp_path: Path) -> None:

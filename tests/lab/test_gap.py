@@ -15,7 +15,9 @@ from incvec.presets import resolve
 def record(
     method: str, last: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any
 ) -> dict[str, Any]:
-    config = resolve({"method": method, "addons": list(addons), "dataset": "digits", "oracle": oracle, "seed": seed})
+    settings = changes.pop("settings", {})
+    given = {"method": method, "addons": list(addons), "dataset": "digits", "oracle": oracle, "seed": seed}
+    config = resolve({**given, **settings})
     curve = [last] if method == "joint" else [90.0, last]
     return {
         "method": method, "addons": list(addons), "dataset": "digits", "tasks": 3, "oracle": oracle, "seed": seed,
@@ -53,6 +55,31 @@ def test_each_method_apart() -> None:
         record(name, last, oracle=o) for name in ("podnet", "lucir") for last, o in ((50.0, False), (60.0, True))
     ]
     assert [study["method"] for study in gap(records)] == ["podnet", "lucir"]
+
+
+def test_other_settings_of_an_addon_stay_out_and_those_of_the_method_stand_apart() -> None:
+    """As in a folder that holds a whole study: switches of IVT, another memory."""
+    other = {"settings": {"podnet": {"memory": 9}}}
+    records = [
+        record("podnet", 50.0), record("podnet", 52.0, "ivt"), record("podnet", 60.0, oracle=True),
+        record("podnet", 59.0, "ivt", settings={"ivt": {"interval": 1}}),
+        record("podnet", 40.0, **other), record("podnet", 42.0, "ivt", **other),
+        record("podnet", 45.0, oracle=True, **other),
+    ]  # fmt: skip
+    usual, changed = gap(records)
+    assert [run["LA"]["mean"] for run in usual["runs"]] == [50.0, 52.0, 60.0]
+    assert [run["LA"]["mean"] for run in changed["runs"]] == [40.0, 42.0, 45.0]
+    assert (usual["changed"], changed["changed"]) == ({}, {"podnet.memory": 9})
+    lone = [r for r in records if r["config"].get("ivt", {}).get("interval") != 5]  # the preset's, on the digits
+    assert [run["LA"]["mean"] for run in gap(lone)[0]["runs"]] == [50.0, 59.0, 60.0]
+
+
+def test_a_method_without_its_oracle_is_left_out_where_others_have_theirs() -> None:
+    heard: list[str] = []
+    records = [record("podnet", 50.0), record("podnet", 60.0, oracle=True), record("lucir", 50.0)]
+    assert [study["method"] for study in gap(records, heard.append)] == ["podnet"]
+    assert len(heard) == 1
+    assert "--method lucir" in heard[0]
 
 
 def test_what_is_missing_is_named() -> None:

@@ -56,8 +56,8 @@ def test_lines_of_three_runs(finished: Finished, few: Dataset, tmp_path: Path) -
         assert curve["length_of_shared"] < curve["length"]
         assert curve["distance"] == pytest.approx([x * curve["length"] for x in (0, 0.25, 0.5, 0.75, 1)])
     for axis in ("distance", "share"):
-        assert all(f.stat().st_size > 1000 for f in draw_path(found, tmp_path / axis, axis))  # type: ignore[arg-type]
-    assert all(f.stat().st_size > 1000 for f in draw_tradeoff([found, found], tmp_path / "tradeoff"))
+        assert all(f.stat().st_size > 1000 for f in draw_path({**found, "axis": axis}, tmp_path / axis))
+    assert all(f.stat().st_size > 1000 for f in draw_tradeoff({"panels": [found, found]}, tmp_path / "tradeoff"))
 
 
 def test_a_line_starts_at_the_oracles_model_or_at_its_own(finished: Finished, few: Dataset) -> None:

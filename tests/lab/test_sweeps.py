@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import combinations
+from pathlib import Path
 
+import pytest
+import torch
+
+from incvec.data import Dataset
+from incvec.engine.run import finish
+from incvec.presets import changed_settings
 from incvec.sweeping import plan
+from tests.conftest import make_run, quick, weights
 
 
 @pytest.mark.parametrize(
@@ -37,3 +45,36 @@ def test_comparisons() -> None:
     }  # fmt: skip
     assert all((config.variant == "local") == (config.method == "finetune") for config in configs)
     assert {config.tasks for config in configs} == {5, 10, 25}
+
+
+def test_podnet_has_its_oracle_joint_training_and_more_seeds() -> None:
+    configs = [config for _, config in plan("cifar100-podnet", [])]
+    assert [c.tasks for c in configs if c.oracle] == [5]
+    assert [c.method for c in configs if c.method != "podnet"] == ["joint"]
+    pairs = sorted((len(c.addons), c.tasks, c.seed) for c in configs if c.method == "podnet" and not c.oracle)
+    streams = [(5, 0), (5, 1), (5, 2), (10, 0), (25, 0)]
+    assert pairs == [(addons, *stream) for addons in (0, 1) for stream in streams]
+
+
+def test_switches_change_one_setting_each() -> None:
+    configs = [config for _, config in plan("cifar100-switches", [])]
+    assert [changed_settings(config.resolved()) for config in configs] == [
+        {"ivt.first_fisher": "sample"}, {"ivt.batchnorm": "recalibrate"}, {"ivt.optimiser_state": "reset"},
+        {"ivt.stages": ["main", "balance"]}, {"ivt.interval": 5}, {"ivt.interval": 20},
+    ]  # fmt: skip
+    assert {(c.method, c.addons, c.tasks, c.seed, c.oracle) for c in configs} == {("podnet", ("ivt",), 5, 0, False)}
+
+
+def test_every_switch_does_something_and_all_share_the_base(few: Dataset, tmp_path: Path) -> None:
+    """The sweep's own settings on a handful of digits: one base, and no two ends alike."""
+    ends = []
+    for number, config in enumerate([None, *(config for _, config in plan("cifar100-switches", []))]):
+        own = {"interval": 10} if config is None else config.sections["ivt"]
+        given = quick("podnet", "ivt", tasks=1, podnet={"epochs": 20, "balance_epochs": 10}, ivt=own)
+        folder = tmp_path / str(number)
+        finish(make_run(few, folder, given, tmp_path / "bases"))
+        after = weights(folder / "snapshots" / "task-01.safetensors")
+        ends.append(torch.cat([t.flatten() for name, t in after.items() if name.startswith("method/model.")]))
+        assert ends[-1].isfinite().all()
+    assert len(list((tmp_path / "bases").glob("*.safetensors"))) == 1
+    assert not any(torch.equal(one, other) for one, other in combinations(ends, 2))

@@ -6,16 +6,18 @@ import math
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from incvec.contracts import Batch, Method
 from incvec.data import Dataset, load_dataset
+from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
 from incvec.presets import resolve
 from tests.conftest import make_run, quick
 
+Kind = TypeVar("Kind", bound=Method)
 Rows = list[list[float]]
 
 
@@ -35,6 +37,17 @@ def ending(method: str, *addons: str, oracle: bool = False) -> dict[str, Any]:
         given["ivt"] = {"interval": 4}
     with tempfile.TemporaryDirectory() as folder:
         return finish(Run(resolve(given), load_dataset("digits"), Path(folder)))
+
+
+def in_task(kind: type[Kind], data: Dataset, out: Path, task: int = 1, **given: Any) -> Kind:
+    """A method after the first epoch of a task (of the second one unless given)."""
+    run = make_run(data, out, quick(kind.name, **given))
+    for event in run.events():
+        if isinstance(event, ev.EpochEnded) and event.task == task:
+            break
+    method = run.parts.method
+    assert isinstance(method, kind)
+    return method
 
 
 def old_accuracy(record: dict[str, Any]) -> float:

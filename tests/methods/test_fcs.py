@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from incvec.data import Dataset
-from incvec.engine.run import Run, finish
+from incvec.engine.run import finish
 from incvec.methods.fcs import FCS, contrastive_loss, draw_partners, draw_weights, pair_labels
 from incvec.presets import preset, resolve
 from tests.conftest import make_run, quick, weights
+from tests.methods.endings import in_task
 
 
 def test_partners_are_uniform_over_new_images_of_other_labels() -> None:
@@ -82,19 +83,8 @@ def test_the_contrastive_loss() -> None:
     assert gradient.isfinite().all()
 
 
-def at_task(few: Dataset, out: Path, task: int, **given: Any) -> FCS:
-    """A method in the middle of a task."""
-    run = make_run(few, out, quick("fcs", **given))
-    for event in run.events():
-        if run.position[0] == task and type(event).__name__ == "EpochEnded":
-            break
-    method = run.parts.method
-    assert isinstance(method, FCS)
-    return method
-
-
 def test_keys_leave_no_trace(few: Dataset, tmp_path: Path) -> None:
-    method = at_task(few, tmp_path, 0)
+    method = in_task(FCS, few, tmp_path, 0)
     method.train()
     images = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     before = copy.deepcopy(method.state_dict())
@@ -110,7 +100,7 @@ def test_keys_leave_no_trace(few: Dataset, tmp_path: Path) -> None:
 
 def test_what_goes_in(few: Dataset, tmp_path: Path) -> None:
     """Turned images first, then mixed ones with the labels and weights of their pairs."""
-    method = at_task(few, tmp_path, 1)
+    method = in_task(FCS, few, tmp_path, 1)
     rows = torch.cat([method.rows_of([1])[:1], method.rows_of([2])[:2], method.rows_of([3])[:2]])
     batch = method.world.train.fetch(rows, None, ("test",))
     method.world.generator.manual_seed(1)
@@ -132,7 +122,7 @@ def test_what_goes_in(few: Dataset, tmp_path: Path) -> None:
 
 def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     """Each term by hand, image by image, on a method in the middle of its second task."""
-    method = at_task(few, tmp_path, 1, fcs={"lambda_contrast": 0.5, "lambda_transfer": 2.0})
+    method = in_task(FCS, few, tmp_path, 1, fcs={"lambda_contrast": 0.5, "lambda_transfer": 2.0})
     transfer, mixed = method.auxiliary.transfer, method.auxiliary.mixed
     assert transfer is not None
     assert mixed is not None
@@ -179,7 +169,7 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
 
 
 def test_prototype_draws_do_not_train_the_transfer(few: Dataset, tmp_path: Path) -> None:
-    method = at_task(few, tmp_path, 1)
+    method = in_task(FCS, few, tmp_path, 1)
     assert method.auxiliary.transfer is not None
     batch = method.world.train.fetch(method.rows_of([2, 3])[:8], method.world.generator, ("train", "strong"))
     weight = method.auxiliary.transfer.weight
@@ -207,7 +197,7 @@ def test_what_lives_one_task(few: Dataset, tmp_path: Path) -> None:
 
 
 def test_the_transfer_starts_as_the_identity(few: Dataset, tmp_path: Path) -> None:
-    method = at_task(few, tmp_path, 1)
+    method = in_task(FCS, few, tmp_path, 1)
     method.grow(method.world.tasks[1])
     assert method.auxiliary.transfer is not None
     h = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -218,25 +208,6 @@ def test_one_class_at_a_time(few: Dataset, tmp_path: Path) -> None:
     """No pairs, hence no mixed classes; the rest goes on."""
     record = finish(make_run(few, tmp_path, quick("fcs", base_classes=4, tasks=2)))
     assert set(record["losses"][-1]["terms"]) == {"ce", "distil", "transfer", "prototypes", "contrast"}
-
-
-SHORT = {"dataset": "digits", "base_classes": 5, "tasks": 1}
-FEWER = {"epochs": 5, "milestones": [4]}
-
-
-@pytest.fixture(scope="module")
-def forgotten(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> float:
-    given = {"method": "finetune", "finetune": FEWER, **SHORT}
-    return float(finish(Run(resolve(given), digits, tmp_path_factory.mktemp("finetune")))["metrics"]["FM"])
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits(addons: tuple[str, ...], digits: Dataset, tmp_path: Path, forgotten: float) -> None:
-    record = finish(Run(resolve({"method": "fcs", "addons": addons, "fcs": FEWER, **SHORT}), digits, tmp_path))
-    old, new = record["accuracy"][-1]
-    assert old > 60
-    assert new > 40
-    assert record["metrics"]["FM"] < forgotten - 30
 
 
 def test_presets() -> None:

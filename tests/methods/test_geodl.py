@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data import Dataset
-from incvec.engine import events as ev
-from incvec.engine.run import Run
 from incvec.methods.geodl import GeoDL, flow_kernel, geodesic_loss, principal_basis
 from incvec.presets import preset
 from tests.conftest import make_run, quick
-from tests.methods.conftest import ShortRun
+from tests.methods.endings import in_task
 
 
 def points(seed: int, n: int = 6, d: int = 10) -> Tensor:
@@ -95,19 +93,9 @@ def test_losses_against_plain_sums() -> None:
     assert abs(geodesic_loss(old, old, kernel).item()) < 1e-12
 
 
-def half_way(run: Run) -> GeoDL:
-    """The method after the first epoch of its second task."""
-    for event in run.events():
-        if isinstance(event, ev.EpochEnded) and event.task == 1:
-            break
-    method = run.parts.method
-    assert isinstance(method, GeoDL)
-    return method
-
-
 @pytest.mark.parametrize("form", ["paper", "released"])
 def test_the_loss_of_an_increment(form: str, few: Dataset, tmp_path: Path) -> None:
-    method = half_way(make_run(few, tmp_path, quick("geodl", geodl={"form": form, "lambda_margin": 1.0})))
+    method = in_task(GeoDL, few, tmp_path, geodl={"form": form, "lambda_margin": 1.0})
     assert method.teacher is not None
     batch = method.world.train.fetch(method.rows_of([1, 2, 3])[30:42], None, ("test",))
     terms = method.loss(batch)
@@ -126,7 +114,7 @@ def test_the_loss_of_an_increment(form: str, few: Dataset, tmp_path: Path) -> No
 
 
 def test_the_kernel_carries_no_gradient(few: Dataset, tmp_path: Path) -> None:
-    method = half_way(make_run(few, tmp_path, quick("geodl")))
+    method = in_task(GeoDL, few, tmp_path)
     old = F.normalize(points(7, 6, 32).float(), dim=1)
     new = F.normalize(points(8, 6, 32).float(), dim=1).requires_grad_()
     (found,) = torch.autograd.grad(method.geodesic(old, new), new)
@@ -142,15 +130,6 @@ def test_increments_say_why_they_run_eagerly(few: Dataset, tmp_path: Path) -> No
     method, tasks = run.parts.method, run.parts.tasks
     assert [stage.eager for stage in method.stages(tasks[0])] == [None]
     assert all(stage.eager and "waits" in stage.eager for stage in method.stages(tasks[1]))
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits_where_finetuning_loses_them(
-    addons: tuple[str, ...], short_run: ShortRun, forgotten: float
-) -> None:
-    record = short_run("geodl", *addons)
-    assert min(record["accuracy"][-1]) > 70
-    assert record["metrics"]["FM"] < forgotten - 30
 
 
 def test_presets_differ_as_the_settings_do() -> None:

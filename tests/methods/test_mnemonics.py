@@ -19,7 +19,6 @@ from incvec.engine.run import Run, finish
 from incvec.methods.mnemonics import Mnemonics, MnemonicsOptions, ScaledConv, nearest_mean_loss, to_pixels
 from incvec.presets import preset
 from tests.conftest import make_run, quick
-from tests.methods.conftest import ShortRun
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -258,16 +257,6 @@ def test_a_fixed_total_shrinks_the_memory(few: Dataset, tmp_path: Path) -> None:
     assert method.store["memory"].shape == (4, 3)
     assert method.store["memory"][1].tolist() == [own + 6, own + 7, own + 8]
     assert source.labels[method.exemplar_rows()].tolist() == [c for c in range(4) for _ in range(3)]
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits_where_finetuning_loses_them(
-    addons: tuple[str, ...], short_run: ShortRun, forgotten: float
-) -> None:
-    record = short_run("mnemonics", *addons)
-    assert record["classifier"] == "nme"
-    assert min(record["accuracy"][-1]) > 60
-    assert record["metrics"]["FM"] < forgotten - 30
 
 
 def test_presets_differ_as_the_settings_do() -> None:

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data import Dataset
-from incvec.engine.run import Run, finish
+from incvec.engine.run import finish
 from incvec.methods.mrfa import MRFA, by_layer, layer_gradients, pushed, running_statistics
 from incvec.nets import Classifier, LinearHead, build_backbone
 from incvec.presets import preset, resolve
 from tests.conftest import make_run, quick
+from tests.methods.endings import in_task
 
 
 @pytest.fixture
@@ -107,17 +108,6 @@ def test_the_push(shape: tuple[int, ...]) -> None:
     assert torch.equal(back, torch.ones(shape))  # nothing flows through the norm
 
 
-def second_task(few: Dataset, out: Path, **options: Any) -> MRFA:
-    """A method in the middle of its second task."""
-    run = make_run(few, out, quick("mrfa", mrfa=options))
-    for event in run.events():
-        if run.position[0] == 1 and type(event).__name__ == "EpochEnded":
-            break
-    method = run.parts.method
-    assert isinstance(method, MRFA)
-    return method
-
-
 def pushed_logits(model: Classifier, x: Tensor, gradients: tuple[Tensor, ...], layer: Tensor, u: Tensor) -> Tensor:
     """One image after the other in eval mode, pushed by a hook before the module of its layer."""
     modules = [*model.backbone.stages, model.head]
@@ -138,7 +128,7 @@ def pushed_logits(model: Classifier, x: Tensor, gradients: tuple[Tensor, ...], l
 @pytest.mark.parametrize("kind", ["scheduled", "sum"])
 def test_the_loss_of_an_increment(kind: str, few: Dataset, tmp_path: Path) -> None:
     """Student and teacher pushed image by image through hooks, the terms summed up by hand."""
-    method = second_task(few, tmp_path, strength=0.5, distillation=kind)
+    method = in_task(MRFA, few, tmp_path, mrfa={"strength": 0.5, "distillation": kind})
     assert isinstance(method.teacher, Classifier)
     method.eval()  # so that no image sees another
     rows = torch.cat([method.rows_of([0, 1])[::20], method.rows_of([2, 3])[::20]])
@@ -165,7 +155,7 @@ def test_the_loss_of_an_increment(kind: str, few: Dataset, tmp_path: Path) -> No
 
 
 def test_the_push_makes_old_samples_harder(few: Dataset, tmp_path: Path) -> None:
-    method = second_task(few, tmp_path, strength=0.3)
+    method = in_task(MRFA, few, tmp_path, mrfa={"strength": 0.3})
     method.eval()
     batch = method.world.train.fetch(method.rows_of([0, 1]), None, ("test",))
     push = method.pushes(batch)
@@ -176,7 +166,7 @@ def test_the_push_makes_old_samples_harder(few: Dataset, tmp_path: Path) -> None
 
 
 def test_replay_alone_keeps_no_teacher(few: Dataset, tmp_path: Path) -> None:
-    method = second_task(few, tmp_path, distillation="none")
+    method = in_task(MRFA, few, tmp_path, mrfa={"distillation": "none"})
     assert method.teacher is None
     assert set(method.loss(method.world.train.fetch(method.rows_of([1, 2])[:6], None, ("test",)))) == {"ce"}
 
@@ -194,25 +184,6 @@ def test_memory_and_classifiers_over_the_tasks(few: Dataset, tmp_path: Path) -> 
 
 def test_runs_in_mixed_precision(few: Dataset, tmp_path: Path) -> None:
     assert finish(make_run(few, tmp_path, quick("mrfa", "ivt", precision="bf16")))["metrics"]["AA"] > 0
-
-
-SHORT = {"dataset": "digits", "base_classes": 5, "tasks": 1}
-FEWER = {"epochs": 8, "milestones": [5, 7]}
-
-
-@pytest.fixture(scope="module")
-def forgotten(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> float:
-    given = {"method": "finetune", "finetune": FEWER, **SHORT}
-    return float(finish(Run(resolve(given), digits, tmp_path_factory.mktemp("finetune")))["metrics"]["FM"])
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits(addons: tuple[str, ...], digits: Dataset, tmp_path: Path, forgotten: float) -> None:
-    record = finish(Run(resolve({"method": "mrfa", "addons": addons, "mrfa": FEWER, **SHORT}), digits, tmp_path))
-    old, new = record["accuracy"][-1]
-    assert old > 60
-    assert new > 60
-    assert record["metrics"]["FM"] < forgotten - 30
 
 
 def test_presets() -> None:

@@ -8,18 +8,15 @@ import pytest
 import torch
 
 from incvec.data import Dataset
-from incvec.engine.run import Run, finish
+from incvec.engine.run import finish
 from incvec.methods.prototype_aug import PASS
 from incvec.presets import preset, resolve
 from tests.conftest import make_run, quick
+from tests.methods.endings import in_task
 
 
 def test_the_base_task_has_one_term(few: Dataset, tmp_path: Path) -> None:
-    run = make_run(few, tmp_path, quick("pass"))
-    for event in run.events():
-        if type(event).__name__ == "EpochEnded":
-            break
-    method = run.parts.method.eval()
+    method = in_task(PASS, few, tmp_path, 0).eval()
     batch = method.world.train.fetch(method.world.train.labels.argsort()[:6], None, ("test",))
     terms = method.loss(batch)
     assert list(terms) == ["ce"]
@@ -33,12 +30,7 @@ def test_the_base_task_has_one_term(few: Dataset, tmp_path: Path) -> None:
 
 def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     """Each term by hand, image by image, on a method in the middle of its second task."""
-    run = make_run(few, tmp_path, quick("pass"))
-    for event in run.events():
-        if run.position[0] == 1 and type(event).__name__ == "EpochEnded":
-            break
-    method = run.parts.method
-    assert isinstance(method, PASS)
+    method = in_task(PASS, few, tmp_path)
     assert method.teacher is not None
     method.eval()
     batch = method.world.train.fetch(method.rows_of([2, 3])[::16], None, ("test",))
@@ -71,25 +63,6 @@ def test_the_statistics_carry_no_gradient_and_are_not_trained(few: Dataset, tmp_
     method = run.parts.method
     assert not any(tensor.requires_grad for tensor in method.store.values())
     assert not [name for name, _ in method.named_parameters() if name.startswith("auxiliary.")]
-
-
-SHORT = {"dataset": "digits", "base_classes": 5, "tasks": 1}
-FEWER = {"epochs": 6, "milestones": [4, 5]}
-
-
-@pytest.fixture(scope="module")
-def forgotten(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> float:
-    given = {"method": "finetune", "finetune": FEWER, **SHORT}
-    return float(finish(Run(resolve(given), digits, tmp_path_factory.mktemp("finetune")))["metrics"]["FM"])
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits(addons: tuple[str, ...], digits: Dataset, tmp_path: Path, forgotten: float) -> None:
-    record = finish(Run(resolve({"method": "pass", "addons": addons, "pass": FEWER, **SHORT}), digits, tmp_path))
-    old, new = record["accuracy"][-1]
-    assert old > 60
-    assert new > 40
-    assert record["metrics"]["FM"] < forgotten - 30
 
 
 def test_presets() -> None:

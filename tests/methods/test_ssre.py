@@ -16,7 +16,7 @@ from incvec.methods.common import exchange_convs, extract
 from incvec.methods.ssre import SSRE, AdaptedConv, likeness, weighted_cross_entropy, weighted_distillation
 from incvec.presets import preset
 from tests.conftest import make_run, quick
-from tests.methods.conftest import ShortRun
+from tests.methods.endings import in_task
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -163,12 +163,7 @@ def test_an_increment_trains_adapters_and_classifier_alone(few: Dataset, tmp_pat
 
 def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     """Its three terms, put together from the pieces by hand, on a method in the middle of its second task."""
-    run = make_run(few, tmp_path, quick("ssre"))
-    for event in run.events():
-        if run.position[:2] == (1, 0) and type(event).__name__ == "EpochEnded":
-            break
-    method = run.parts.method
-    assert isinstance(method, SSRE)
+    method = in_task(SSRE, few, tmp_path)
     assert method.teacher is not None
     method.eval()
     batch = method.world.train.fetch(method.rows_of([2, 3])[:7], None, ("test",))
@@ -187,16 +182,6 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     assert math.isclose(terms["ce"].item(), ce, rel_tol=1e-4)
     assert math.isclose(terms["distil"].item(), kept, rel_tol=1e-3, abs_tol=1e-4)
     assert math.isclose(terms["prototypes"].item(), 10 * remembered, rel_tol=1e-4)
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits_where_finetuning_loses_them(
-    addons: tuple[str, ...], short_run: ShortRun, forgotten: float
-) -> None:
-    record = short_run("ssre", *addons)
-    assert record["accuracy"][-1][0] > 60
-    assert record["accuracy"][-1][1] > 50
-    assert record["metrics"]["FM"] < forgotten - 30
 
 
 def test_presets_differ_as_the_settings_do() -> None:

@@ -65,18 +65,24 @@ def study() -> dict[str, dict[str, Any]]:
 def walk() -> dict[str, Any]:
     """A line as the lab writes it: three runs, each with a dip in the middle."""
     curves = []
+    x = [step / 50 for step in range(51)]
     for name, addons, oracle, dip in (
         ("podnet", [], False, 30.0),
         ("podnet", ["ivt"], False, 9.0),
         ("podnet", [], True, 2.0),
     ):
-        x = [step / 50 for step in range(51)]
         old = [80 - 15 * v - dip * 4 * v * (1 - v) for v in x]
+        new = [60 * v for v in x]
         curves.append(
             {"method": name, "addons": addons, "oracle": oracle, "x": x, "distance": [12.5 * v for v in x],
-             "length": 12.5, "accuracy": {"old": old, "new": x}, "barrier": {"accuracy": {"old": dip}}}
+             "length": 12.5, "accuracy": {"old": old, "new": new},
+             "loss": {"old": [4 - v / 25 for v in old], "new": [4 - v / 25 for v in new]},
+             "barrier": {"accuracy": {"old": dip, "new": 0.0}, "loss": {"old": dip / 25, "new": 0.0}}}
         )  # fmt: skip
-    return {"format": 1, "kind": "path", "task_from": 0, "task_to": 5, "axis": "distance", "curves": curves}
+    return {
+        "format": 1, "kind": "path", "dataset": "cifar100", "task_from": 0, "task_to": 5, "axis": "distance",
+        "start": "oracle", "images_per_task": None, "batchnorm": "interpolate", "curves": curves,
+    }  # fmt: skip
 
 
 def write(folder: Path, records: dict[str, dict[str, Any]]) -> Path:

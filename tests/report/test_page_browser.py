@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from incvec.report import document
-from incvec.report.labs import Finding
+from incvec.report.labs import find
 from incvec.report.study import load
 from tests.report import samples
 
@@ -90,9 +90,11 @@ DOWN, UP = {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button":
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     entries = load([samples.write(folder / "runs", samples.study())])
-    findings = [Finding(Path("lab/path.json"), samples.walk())]
+    line = folder / "lab" / "path.json"
+    line.parent.mkdir()
+    line.write_text(json.dumps(samples.walk()))
     file = folder / "report.html"
-    file.write_text(document.page(document.sections(entries, findings), entries), encoding="utf-8")
+    file.write_text(document.page(document.sections(entries, find([line.parent])), entries), encoding="utf-8")
     return file
 
 

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from incvec import cli
 from incvec.errors import DataError
+from incvec.presets import changed_settings
 from incvec.records import find_records
 from incvec.report import charts, contents, document, figures, labs, sheet, style
-from incvec.report.reproduced import Comparison, changed_settings
+from incvec.report.reproduced import Comparison
 from incvec.report.study import Entry, group, load, panels
 from tests.report.samples import sample, study, write
 
@@ -178,6 +179,27 @@ def test_sweeps_of_one_setting_include_the_preset() -> None:
     assert [line.label for line in found["cifar100-5-podnet-memory"].lines] == ["PODNet", "PODNet + IVT"]
 
 
+def test_switches_are_differences_from_the_preset() -> None:
+    records = {"a": sample("podnet", "ivt"), "b": sample("podnet", "ivt", seed=1)}
+    records["c"] = sample("podnet", "ivt", fall=3.0, ivt={"stages": ["main", "balance"]})
+    records["d"] = sample("podnet", "ivt", fall=3.5, ivt={"interval": 20})
+    (chart,) = charts.switch_charts(group(entries_of(records)))
+    assert [bar.label for bar in chart.bars] == ["ivt.interval=20", "ivt.stages=[main, balance]"]
+    assert chart.bars[1].value == records["c"]["metrics"]["LA"] - records["a"]["metrics"]["LA"]
+    assert chart.bars[1].error is None
+    del records["c"]  # numbers alone are drawn as a line
+    assert charts.switch_charts(group(entries_of(records))) == []
+
+
+def test_notes_tell_of_marks_that_are_there() -> None:
+    first, second = (
+        charts.Bar("podnet", "PODNet", 1.0, error, 1, paper) for error, paper in ((None, 2.0), (0.5, None))
+    )
+    assert charts.bar_note([first], "Whiskers.") == "Diamonds: the paper's value."
+    assert charts.bar_note([second], "Whiskers.") == "Whiskers."
+    assert charts.bar_note([], "Whiskers.") == ""
+
+
 def test_time_leaves_the_shared_base_out() -> None:
     groups = group(entries_of({"a": sample(), "b": sample("podnet", "ivt")}))
     chart = charts.time_chart(groups[0].stream, groups)
@@ -202,8 +224,8 @@ def test_how_it_was_run() -> None:
 
 
 def test_another_base_is_another_experiment() -> None:
-    assert changed_settings(sample(base_classes=40)) == {"base_classes": 40}
-    assert changed_settings(sample(seed=3, order_seed=5, tasks=10, device="cpu", engine="eager")) == {}
+    assert changed_settings(sample(base_classes=40)["config"]) == {"base_classes": 40}
+    assert changed_settings(sample(seed=3, order_seed=5, tasks=10, device="cpu", engine="eager")["config"]) == {}
 
 
 def test_latex_is_ready_to_paste() -> None:

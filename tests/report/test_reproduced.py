@@ -7,7 +7,8 @@ from typing import Any
 
 from incvec.presets import resolve
 from incvec.records import find_records, read_record
-from incvec.report.reproduced import gains, page, table
+from incvec.report.reproduced import bound_table, gains, others, page, switch_table, table
+from tests.report.samples import sample
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -43,6 +44,45 @@ def test_changed_settings_stay_out_of_the_main_table() -> None:
     records = [record(0, 64.0), record(0, 99.0, podnet={"memory": 5})]
     assert row_of(table("cifar100", records), "| podnet | 5 |")[2] == "64.00"
     assert "podnet.memory=5" in page(records)
+
+
+def test_a_row_of_another_variant_counts_with_that_variant_alone() -> None:
+    """What the paper merges in CoFiMA's row is fine-tuning with a classifier for each task."""
+    records = [sample("finetune", "cofima", variant="local"), sample("finetune", "cofima", fall=9.0)]
+    row = row_of(table("cifar100", records), "| finetune + cofima | 5 |")
+    assert row[2] == f"{records[0]['metrics']['AA']:.2f}"
+    assert "(2)" not in row[2]
+    assert len(others("cifar100", records)) == 3  # two lines above, and the one that is not the paper's
+
+
+def test_switches_stand_beside_the_default_and_the_paper() -> None:
+    default, other = sample("podnet", "ivt"), sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
+    unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "interpolate"})
+    lines = switch_table("cifar100", [default, other, unlike])
+    assert len(lines) == 2 + 1 + 1 + 6
+    cells = row_of(lines, "| `ivt.interval=5` |")
+    a, b = (record["metrics"]["AA"] for record in (other, default))
+    assert cells[1:5] == ["1", f"{a:.2f}", f"{a - b:+.2f}", f"{a - 65.36:+.2f}"]
+    assert row_of(lines, "| default: ")[1:4] == ["1", f"{b:.2f}", ""]
+    assert row_of(lines, "| `ivt.interval=20` |")[1:5] == ["0", "not run", "", ""]
+    rest = others("cifar100", [default, other, unlike])
+    assert len(rest) == 3
+    assert "ivt.batchnorm=interpolate" in rest[2]
+
+
+def test_the_oracle_and_joint_training() -> None:
+    records = [
+        sample(), sample(seed=1), sample("podnet", "ivt", fall=3.0), sample(oracle=True, fall=1.0), sample("joint"),
+        sample(tasks=10),
+    ]  # fmt: skip
+    lines = bound_table("cifar100", records)
+    plain, ivt, oracle = (records[place]["metrics"]["LA"] for place in (0, 2, 3))
+    assert row_of(lines, "| podnet | 5 |")[2] == "2"
+    assert row_of(lines, "| podnet + ivt | 5 |")[-1] == f"{100 * (ivt - plain) / (oracle - plain):.0f} %"
+    assert row_of(lines, "| podnet (oracle) | 5 |")[4] == f"{oracle:.2f}"
+    assert row_of(lines, "| joint | 1 |")[2:] == ["1", "72.50", "72.50", "", ""]
+    assert "not run" in row_of(bound_table("cifar100", []), "| joint | 1 |")
+    assert others("cifar100", records) == []
 
 
 def test_committed_page_is_current() -> None:

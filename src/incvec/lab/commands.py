@@ -1,30 +1,33 @@
 """`incvec lab`: the figures of the study, from finished runs and their records.
 
-Every command writes a PNG, a PDF and a JSON with all the numbers behind them, and prints the few that matter.
+Every command writes a PNG, a PDF and a JSON with all the numbers behind them, from which `draw` makes the pictures
+again, and prints the few that matter.
 Tasks are counted from 1 here, as in the paper.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from incvec.config import digest
 from incvec.data import Dataset, load_dataset
 from incvec.errors import DataError
 from incvec.lab import curvature as curvatures
 from incvec.lab import gap as gaps
 from incvec.lab import landscape as landscapes
-from incvec.lab.figures import draw_path, draw_tradeoff
-from incvec.lab.lines import Setting, walk
-from incvec.lab.snapshots import command, read_snapshot, run_config
+from incvec.lab.drawing import findings, leave, redraw
+from incvec.lab.lines import FORMAT, Setting, walk
+from incvec.lab.snapshots import command, last_task, read_snapshot, run_config
+from incvec.lab.tables import TABLES
 from incvec.records import find_records, read_record
 
 app = typer.Typer(no_args_is_help=True, help="Look into finished runs: paths, trade-off, landscape, gap, curvature.")
@@ -53,33 +56,74 @@ class WayChoice(StrEnum):
 
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs: the plain method first.", show_default=False)]
 OneRun = Annotated[Path, typer.Argument(help="The run's folder.", show_default=False)]
+Records = Annotated[list[Path], typer.Argument(help="Records, or folders that hold some.", show_default=False)]
 Oracle = Annotated[Path | None, typer.Option(help="The folder of the oracle's run.", show_default=False)]
 Ivt = Annotated[Path | None, typer.Option(help="The folder of the run with IVT.", show_default=False)]
+WithAddOn = Annotated[Path, typer.Option("--ivt", help="The run with IVT, or any add-on.", show_default=False)]
 Start = Annotated[
     StartChoice, typer.Option(help="Begin at the oracle's model, where one is given, or at each run's own.")
 ]
 TaskFrom = Annotated[int, typer.Option(min=1, help="The line begins after this task.")]
-Root = Annotated[
-    Path | None, typer.Option(help="Where the data set's files lie.", envvar="INCVEC_DATA", show_default=False)
-]
+Count = Annotated[int, typer.Option(min=2, help="Points of a line, its ends included.")]
+Size = Annotated[int, typer.Option(min=2, help="Points of the grid on each side.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Where the figure and its numbers go.")]
 Name = Annotated[str | None, typer.Option(help="Name of the files, without ending.", show_default="by the command")]
-Images = Annotated[
-    int | None,
-    typer.Option(min=1, help="Test images of each task, evenly over its classes.", show_default="all"),
-]
-Norm = Annotated[NormChoice, typer.Option(help="BatchNorm's statistics between the ends.")]
-Count = Annotated[int, typer.Option(min=2, help="Points of a line, its ends included.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the run's")]
-Way = Annotated[WayChoice, typer.Option(help="Many points a launch (vmap), or one after the other.")]
+FIGURES = Path("figures")
+
+
+@dataclass(frozen=True)
+class How:
+    """Options of every command that evaluates snapshots."""
+
+    images: Annotated[
+        int | None,
+        typer.Option(min=1, help="Test images of each task, evenly over its classes.", show_default="all"),
+    ] = None
+    batchnorm: Annotated[NormChoice, typer.Option(help="BatchNorm's statistics between the ends.")] = (
+        NormChoice.interpolate
+    )
+    data_root: Annotated[
+        Path | None, typer.Option(help="Where the data set's files lie.", envvar="INCVEC_DATA", show_default=False)
+    ] = None
+    out: Out = FIGURES
+    name: Name = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the run's")] = None
+    way: Annotated[WayChoice, typer.Option(help="Many points a launch (vmap), or one after the other.")] = (
+        WayChoice.auto
+    )
+
+    def setting(self, points: int, start: StartChoice = StartChoice.own) -> Setting:
+        return Setting(points, self.images, self.batchnorm.value, start.value, self.way.value, self.device)
+
+    def stem(self, kind: str) -> Path:
+        return self.out / (self.name or kind)
+
+
+def with_how(command_: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of `How` in place of its parameter `how`."""
+    own = [each for each in inspect.signature(command_, eval_str=True).parameters.values() if each.name != "how"]
+    fields = list(inspect.signature(How, eval_str=True).parameters.values())
+    shared = {each.name for each in fields}
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *fields)]
+
+    @wraps(command_)
+    def called(**given: Any) -> None:
+        how = How(**{name: value for name, value in given.items() if name in shared})
+        command_(**{name: value for name, value in given.items() if name not in shared}, how=how)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
 
 
 @app.command(
     epilog="[bold]Examples[/bold]\n\nincvec lab path runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
     "--oracle runs/digits-podnet-oracle-3-s0\n\nincvec lab path RUN --task-from 2 --task-to 4 --axis share --images 500"
 )
+@with_how
 def path(
     runs: Runs,
+    how: How,
     oracle: Oracle = None,
     ivt: Ivt = None,
     start: Start = StartChoice.oracle,
@@ -87,39 +131,26 @@ def path(
     task_from: TaskFrom = 1,
     task_to: Annotated[int | None, typer.Option(min=2, help="It ends after this.", show_default="last")] = None,
     points: Count = 51,
-    images: Images = None,
-    batchnorm: Norm = NormChoice.interpolate,
-    data_root: Root = None,
-    out: Out = Path("figures"),
-    name: Name = None,
-    device: Device = None,
-    way: Way = WayChoice.auto,
 ) -> None:
     """Accuracy and loss along the straight line from an earlier model to a later one, and the barrier on it.
 
     The barrier is the most by which the curve falls short of the straight line between its own ends.
     """
     everyone = with_ivt(runs, ivt)
-    setting = Setting(points, images, batchnorm.value, start.value, way.value, device)
-    console = Console()
-    with console.status("") as status:
-        found = walk(
-            everyone, oracle, data_of(everyone[0], data_root), task_from - 1, less_one(task_to), setting,
-            lambda who, done, of: status.update(f"{who}: {done} of {of} points"),
-        )  # fmt: skip
-    found["axis"] = axis.value
-    stem = out / (name or "path")
-    files = [*draw_path(found, stem, axis.value), write_json(found, stem)]
-    console.print(path_table(found))
-    tell(console, files)
+    data = data_of(everyone[0], how.data_root)
+    with Telling() as told:
+        found = walk(everyone, oracle, data, task_from - 1, less_one(task_to), how.setting(points, start), told.hear)
+    show({**found, "axis": axis.value}, how.stem("path"))
 
 
 @app.command(
     epilog="[bold]Example[/bold]\n\nincvec lab tradeoff runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
     "--task-to 2 --task-to 4"
 )
+@with_how
 def tradeoff(
     runs: Runs,
+    how: How,
     oracle: Oracle = None,
     ivt: Ivt = None,
     start: Start = StartChoice.oracle,
@@ -128,146 +159,141 @@ def tradeoff(
         list[int] | None, typer.Option(min=2, help="It ends after this; repeat for more panels.", show_default="last")
     ] = None,
     points: Count = 51,
-    images: Images = None,
-    batchnorm: Norm = NormChoice.interpolate,
-    data_root: Root = None,
-    out: Out = Path("figures"),
-    name: Name = None,
-    device: Device = None,
-    way: Way = WayChoice.auto,
 ) -> None:
     """Accuracy on the old classes against that on the new ones along the line, with a linear fit."""
     everyone = with_ivt(runs, ivt)
-    setting = Setting(points, images, batchnorm.value, start.value, way.value, device)
-    console = Console()
-    data = data_of(everyone[0], data_root)
-    panels = []
-    with console.status("") as status:
-        for end in [None] if task_to is None else task_to:
-            panels.append(
-                walk(
-                    everyone, oracle, data, task_from - 1, less_one(end), setting,
-                    lambda who, done, of: status.update(f"{who}: {done} of {of} points"),
-                )
-            )  # fmt: skip
-    stem = out / (name or "tradeoff")
-    files = [*draw_tradeoff(panels, stem), write_json({"format": 1, "kind": "tradeoff", "panels": panels}, stem)]
-    for found in panels:
-        console.print(tradeoff_table(found))
-    tell(console, files)
+    data = data_of(everyone[0], how.data_root)
+    setting = how.setting(points, start)
+    with Telling() as told:
+        panels = [
+            walk(everyone, oracle, data, task_from - 1, less_one(end), setting, told.hear)
+            for end in (task_to or (None,))
+        ]
+    show({"format": FORMAT, "kind": "tradeoff", "panels": panels}, how.stem("tradeoff"))
 
 
 @app.command(
     epilog="[bold]Example[/bold]\n\nincvec lab plane runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
     "--oracle runs/digits-podnet-oracle-3-s0 --task 2 --size 21"
 )
+@with_how
 def plane(
     run: OneRun,
-    ivt: Annotated[Path, typer.Option(help="The folder of the run with IVT, or any add-on.", show_default=False)],
+    how: How,
+    ivt: WithAddOn,
     oracle: Oracle = None,
     start: Start = StartChoice.oracle,
     task: Annotated[int, typer.Option(min=2, help="The task whose models are shown.")] = 2,
-    size: Annotated[int, typer.Option(min=2, help="Points of the grid on each side.")] = 41,
+    size: Size = 41,
     margin: Annotated[float, typer.Option(min=0, help="Room around the points, as a share of their extent.")] = 0.25,
-    images: Images = None,
-    batchnorm: Norm = NormChoice.interpolate,
-    data_root: Root = None,
-    out: Out = Path("figures"),
-    name: Name = None,
-    device: Device = None,
-    way: Way = WayChoice.auto,
 ) -> None:
     """Test loss on the plane through the model before a task, the one after it, and that with IVT.
 
     The oracle is projected onto the plane. From the third task on, the runs have begun it at models of their own;
     runs with --set start=SNAPSHOT share one.
     """
-    setting = Setting(2, images, batchnorm.value, start.value, way.value, device)
-    console = Console()
-    with console.status("") as status:
-        found = landscapes.landscape(
-            run, ivt, oracle, data_of(run, data_root), task - 1, size, setting, margin,
-            lambda who, done, of: status.update(f"{who}: {done} of {of} points"),
-        )  # fmt: skip
-    stem = out / (name or "plane")
-    files = [*landscapes.draw(found, stem), write_json(found, stem)]
-    rows = []
-    for mark in found["marks"]:
-        far = f"{mark['to_oracle']:.2f}" if "to_oracle" in mark else "–"
-        who = f"start, after task {task - 1}" if mark["role"] == "origin" else mark["name"]
-        numbers = (mark["loss"], mark["accuracy"], mark["to_origin"])
-        rows.append([who, *(f"{value:.2f}" for value in numbers), far])
-    console.print(table(["model", "loss", "accuracy", "from the start", "from the oracle"], rows))
-    if found["starts_apart"] > 0:
-        console.print(
-            f"the two runs began task {task} at models {found['starts_apart']:.2f} apart; the plane begins at "
-            f"that of {found['start_run']}",
-            style="dim",
-        )
-    tell(console, files)
+    data = data_of(run, how.data_root)
+    with Telling() as told:
+        found = landscapes.landscape(run, ivt, oracle, data, task - 1, size, how.setting(2, start), margin, told.hear)
+    show(found, how.stem("plane"))
 
 
 @app.command(epilog="[bold]Example[/bold]\n\nincvec lab gap runs -o figures")
-def gap(
-    records: Annotated[list[Path], typer.Argument(help="Records, or folders that hold some.", show_default=False)],
-    out: Out = Path("figures"),
-    name: Name = None,
-) -> None:
+def gap(records: Records, out: Out = FIGURES, name: Name = None) -> None:
     """Accuracy after each task for methods, with add-ons, their oracles and joint training; the gap closed."""
     files = find_records(records)
     if not files:
         raise DataError(f"no record lies in {', '.join(map(str, records))}; `incvec run` writes one.")
-    console = Console()
-    studies = gaps.gap([read_record(file) for file in files])
+    studies = gaps.gap([read_record(file) for file in files], lambda text: note(f"left out: {text}"))
     for found in studies:
-        end = "" if len(studies) == 1 else f"-{found['dataset']}-{found['method']}-{found['tasks']}"
-        stem = out / ((name or "gap") + end)
-        written = [*gaps.draw(found, stem), write_json(found, stem)]
-        rows = []
-        for run in found["runs"]:
-            share = "–" if run["gap_closed"] is None else f"{100 * run['gap_closed']:.0f} %"
-            std = "" if run["LA"]["std"] is None else f" ± {run['LA']['std']:.2f}"
-            rows.append([run["name"], str(len(run["seeds"])), f"{run['LA']['mean']:.2f}{std}", share])
-        console.print(table(["run", "seeds", "LA", "gap closed"], rows))
-        tell(console, written)
+        end = "" if len(studies) == 1 else "-" + "-".join(str(found[key]) for key in ("dataset", "method", "tasks"))
+        end += "-" + digest(found["changed"])[:6] if found["changed"] and end else ""
+        show(found, out / ((name or "gap") + end))
 
 
 @app.command(epilog="[bold]Example[/bold]\n\nincvec lab curvature runs/digits-podnet+ivt-3-s0 --points 11")
-def curvature(
-    run: OneRun,
-    points: Count = 11,
-    images: Images = None,
-    batchnorm: Norm = NormChoice.interpolate,
-    data_root: Root = None,
-    out: Out = Path("figures"),
-    name: Name = None,
-    device: Device = None,
-    way: Way = WayChoice.auto,
-) -> None:
+@with_how
+def curvature(run: OneRun, how: How, points: Count = 11) -> None:
     """IVT's Fisher by task and part of the network, and forgetting as it predicts it against the measured."""
-    setting = Setting(points, images, batchnorm.value, "own", way.value, device)
-    console = Console()
-    with console.status("") as status:
-        found = curvatures.curvature(
-            run, data_of(run, data_root), setting,
-            lambda who, done, of: status.update(f"{who}: {done} of {of} points"),
-        )  # fmt: skip
-    stem = out / (name or "curvature")
-    files = [*curvatures.draw(found, stem), write_json(found, stem)]
-    rows = []
-    for row in found["tasks"]:
-        whole, sample = row["parts"]["all"], row["predicted_per_sample"]
-        ratio = "–" if whole["fisher_ratio"] is None else f"{whole['fisher_ratio']:.3g}"
-        rows.append(
-            [str(row["task"] + 1), ratio, f"{whole['scale']:.3f}", f"{row['length']:.2f}",
-             f"{row['predicted'][-1]:.3g}", "–" if sample is None else f"{sample[-1]:.3g}",
-             f"{row['measured'][-1]:.3g}"]
-        )  # fmt: skip
-    console.print(table(["task", "F / past", "mean S", "moved", "½ d'Fd", "½ d'(B F)d", "measured"], rows))
-    tell(console, files)
+    data = data_of(run, how.data_root)
+    with Telling() as told:
+        found = curvatures.curvature(run, data, how.setting(points), told.hear)
+    show(found, how.stem("curvature"))
+
+
+@app.command(
+    "all",
+    epilog="[bold]Example[/bold]\n\nincvec lab all runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
+    "--oracle runs/digits-podnet-oracle-3-s0 --size 21",
+)
+@with_how
+def everything(
+    run: OneRun,
+    how: How,
+    ivt: WithAddOn,
+    oracle: Annotated[Path, typer.Option(help="The folder of the oracle's run.", show_default=False)],
+    joint: Annotated[Path | None, typer.Option(help="The folder of joint training.", show_default=False)] = None,
+    points: Count = 51,
+    size: Size = 41,
+) -> None:
+    """All the figures of one method, with their usual settings: NAME-path, -tradeoff, -plane, -gap, -curvature.
+
+    The path goes from the first task to the last one, the trade-off to the second, the middle and the last one, the
+    plane is that of the second task.
+    """
+    final = last_task(run)
+    ends = sorted({2, 1 + (final + 1) // 2, final + 1})
+    given: dict[str, Any] = {"oracle": oracle, "start": StartChoice.oracle}
+    prefix = f"{how.name}-" if how.name else ""
+    of = {kind: {**vars(how), "name": prefix + kind} for kind in ("path", "tradeoff", "plane", "curvature")}
+    path(runs=[run], ivt=ivt, **given, axis=AxisChoice.distance, task_from=1, task_to=None, points=points, **of["path"])
+    tradeoff(runs=[run], ivt=ivt, **given, task_from=1, task_to=ends, points=points, **of["tradeoff"])
+    plane(run=run, ivt=ivt, **given, task=2, size=size, margin=0.25, **of["plane"])
+    if "ivt" in run_config(ivt).addons:
+        curvature(run=ivt, points=11, **of["curvature"])
+    gap([each / "record.json" for each in (run, ivt, oracle, joint) if each is not None], how.out, f"{prefix}gap")
+
+
+@app.command(epilog="[bold]Example[/bold]\n\nincvec lab draw results/figures")
+def draw(
+    files: Annotated[list[Path], typer.Argument(help="JSON files of the other commands, or folders that hold some.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Where the pictures go.", show_default="beside the numbers")
+    ] = None,
+) -> None:
+    """Draw figures again from their numbers: no snapshots and no data set are needed."""
+    chosen = findings(files)
+    if not chosen:
+        raise DataError(f"no numbers of `incvec lab` lie in {', '.join(map(str, files))}.")
+    for file in chosen:
+        tell(redraw(file, (out or file.parent) / file.stem))
 
 
 # Shared -------------------------------------------------------------------------------------------------------
+
+
+class Telling:
+    """How far it is, on the terminal."""
+
+    def __enter__(self) -> Telling:
+        self.status = Console().status("")
+        self.status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.status.stop()
+
+    def hear(self, who: str, done: int, of: int) -> None:
+        self.status.update(f"{who}: {done} of {of} points")
+
+
+def show(found: dict[str, Any], stem: Path) -> None:
+    """Leave the figure and its numbers, and print the few that matter."""
+    files = leave(found, stem)
+    console = Console()
+    for each in TABLES[found["kind"]](found):
+        console.print(each)
+    tell(files)
 
 
 def with_ivt(runs: Sequence[Path], ivt: Path | None) -> list[Path]:
@@ -297,46 +323,9 @@ def less_one(task: int | None) -> int | None:
     return None if task is None else task - 1
 
 
-def write_json(found: dict[str, Any], stem: Path) -> Path:
-    file = stem.with_name(stem.name + ".json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    return file
+def tell(files: Sequence[Path]) -> None:
+    Console().print(f"written: {', '.join(map(str, files))}", soft_wrap=True, highlight=False)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for number, heading in enumerate(headings):
-        shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
-    for row in rows:
-        shown.add_row(*row)
-    return shown
-
-
-def path_table(found: dict[str, Any]) -> Table:
-    rows = []
-    for curve in found["curves"]:
-        accuracy, barrier = curve["accuracy"], curve["barrier"]
-        rows.append(
-            [curve["name"], f"{curve['length']:.2f}", f"{accuracy['old'][0]:.2f}", f"{min(accuracy['old']):.2f}",
-             f"{accuracy['old'][-1]:.2f}", f"{barrier['accuracy']['old']:.2f}", f"{barrier['loss']['old']:.3f}",
-             f"{accuracy['new'][-1]:.2f}"]
-        )  # fmt: skip
-    until = found["task_from"] + 1
-    title = f"From task {until} to task {found['task_to'] + 1}; old: the classes up to task {until}"
-    headings = ["run", "length", "old: start", "lowest", "end", "barrier", "loss barrier", "new: end"]
-    return table(headings, rows, title)
-
-
-def tradeoff_table(found: dict[str, Any]) -> Table:
-    rows = []
-    for curve in found["curves"]:
-        accuracy, fit = curve["accuracy"], curve["fit"]
-        fitted = ["–" if fit[key] is None else f"{fit[key]:.3f}" for key in ("slope", "r2")]
-        rows.append([curve["name"], f"{accuracy['old'][-1]:.2f}", f"{accuracy['new'][-1]:.2f}", *fitted])
-    title = f"From task {found['task_from'] + 1} to task {found['task_to'] + 1}: new on old accuracy, least squares"
-    return table(["run", "old: end", "new: end", "slope", "r²"], rows, title)
-
-
-def tell(console: Console, files: Sequence[Path]) -> None:
-    console.print(f"written: {', '.join(map(str, files))}", soft_wrap=True, highlight=False)
+def note(text: str) -> None:
+    Console().print(text, style="dim", soft_wrap=True, highlight=False, markup=False)

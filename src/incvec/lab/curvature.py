@@ -26,7 +26,7 @@ from incvec.data import Dataset
 from incvec.errors import DataError
 from incvec.ivt.transform import block_scale, scale
 from incvec.lab import style
-from incvec.lab.figures import told_images
+from incvec.lab.figures import told_setting
 from incvec.lab.lines import FORMAT, Setting, Told
 from incvec.lab.paths import State, positions
 from incvec.lab.points import Points
@@ -161,7 +161,7 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     from matplotlib import colormaps
 
     tasks = found["tasks"]
-    figure, _ = style.new_figure(0, 0, max(9.0, 2.8 * len(tasks)), 6.8)
+    figure, _ = style.new_figure(0, 0, max(9.0, 2.6 * len(tasks)), 6.8)
     above, below = figure.subfigures(2, 1)
     left, right = above.subplots(1, 2)
     panels = below.subplots(1, len(tasks), squeeze=False)[0]
@@ -175,9 +175,11 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     left.set_yscale("log")
     style.tidy(left, "Fisher of the new task over that of the past", "", "")
     style.tidy(right, "Mean S: 1 keeps the step, ½ halves it", "", "")
+    right.set_ylim(0.48, 1.02)
     for axes in (left, right):
-        axes.set_xticks(range(len(parts)), parts, rotation=20, ha="right", fontsize=8.5)
-    right.legend(frameon=False, fontsize=8.5)
+        names = [f"stage {int(part.rpartition('.')[2]) + 1}" if part.startswith("stages.") else part for part in parts]
+        axes.set_xticks(range(len(parts)), names, fontsize=9)
+    right.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     look = style.look(found["method"], found["addons"])
     kinds = [("predicted", "predicted, ½ d'Fd", (1.0, 1.5)), ("predicted_per_sample", "½ d'(B·F)d", (5.0, 2.0))]
     for row, axes in zip(tasks, panels, strict=True):
@@ -186,10 +188,10 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
                 axes.plot(row["x"], row[key], color=style.GREY, dashes=dashes, linewidth=1.8, label=name)
         axes.plot(row["x"], row["measured"], color=look.colour, marker=look.marker, markersize=4, label="measured")
         style.tidy(axes, f"On the way to task {row['task'] + 1}", "share of the way")
+        axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     panels[0].set_ylabel("change of the old tasks' test loss", fontsize=9.5)
-    panels[0].legend(frameon=False, fontsize=8.5)
-    images = told_images(found)
-    style.note(figure, f"{found['name']}, {found['dataset']}; {images}; BatchNorm statistics {found['batchnorm']}d")
+    style.legend_below(below, panels[0])
+    style.note(figure, f"{found['name']}, {told_setting(found)}")
     return style.save(figure, stem)
 
 

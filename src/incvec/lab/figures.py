@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from incvec.lab import style
 
-Axis = Literal["distance", "share"]
+RED = "#CC0000"
 
 
 def named(tasks: Sequence[int]) -> str:
@@ -17,78 +17,79 @@ def named(tasks: Sequence[int]) -> str:
 
 
 def told_how(found: Mapping[str, Any]) -> str:
-    """`cifar100; 400 test images a task at most; BatchNorm statistics interpolated; ...`."""
+    """`CIFAR-100; 400 test images a task at most; BatchNorm statistics interpolated; ...`."""
     start = "the oracle's" if found["start"] == "oracle" else "each run's own"
-    return (
-        f"{found['dataset']}; {told_images(found)}; BatchNorm statistics {found['batchnorm']}d; "
-        f"lines begin at {start} model after task {found['task_from'] + 1}"
-    )
+    return f"{told_setting(found)}; lines begin at {start} model after task {found['task_from'] + 1}"
 
 
-def told_images(found: Mapping[str, Any]) -> str:
+def told_setting(found: Mapping[str, Any]) -> str:
+    """Data set, test images and BatchNorm, which every figure of snapshots says."""
     count = found["images_per_task"]
-    return "all test images" if count is None else f"{count} test images a task at most"
+    images = "all test images" if count is None else f"{count} test images a task at most"
+    return f"{style.dataset(found['dataset'])}; {images}; BatchNorm statistics {found['batchnorm']}d"
 
 
-def draw_path(found: Mapping[str, Any], stem: Path, axis: Axis = "distance") -> list[Path]:
+def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
     """Above accuracy, below loss; left the tasks learned before the line begins, right those learned after."""
     i, t = found["task_from"], found["task_to"]
+    along = found.get("axis", "distance")
     columns = {"old": named(range(i + 1)), "new": named(range(i + 1, t + 1))}
-    figure, table = style.new_figure(2, 2, 10, 7)
+    figure, table = style.new_figure(2, 2, 9.6, 7.2)
     for row, what in enumerate(("accuracy", "loss")):
         for place, (key, tasks) in enumerate(columns.items()):
             axes = table[row][place]
+            barriers = []
             for curve in found["curves"]:
                 look = style.look(curve["method"], curve["addons"], curve["oracle"])
-                x, y = curve["distance" if axis == "distance" else "x"], curve[what][key]
+                x, y = curve["distance" if along == "distance" else "x"], curve[what][key]
                 height = curve["barrier"][what][key]
-                unit = " points" if what == "accuracy" else ""
+                barriers.append((f"{height:.1f}" if what == "accuracy" else f"{height:.2f}", look.colour))
                 axes.plot(
-                    x, y, color=look.colour, dashes=look.dashes, linewidth=2,
-                    label=f"{look.label}: barrier {height:.{1 if what == 'accuracy' else 2}f}{unit}",
+                    x, y, color=look.colour, dashes=look.dashes or (None, None), linewidth=2, label=look.label,
+                    marker=look.marker, markevery=[len(x) - 1], markersize=look.size + 2, markeredgecolor="white",
+                    markeredgewidth=0.8, zorder=3,
                 )  # fmt: skip
-                axes.plot(x[0], y[0], color="black", marker="o", markersize=5)
-                axes.plot(
-                    x[-1], y[-1], color=look.colour, marker=look.marker, markersize=look.size + 2,
-                    markeredgecolor="white", markeredgewidth=0.8, zorder=3,
-                )  # fmt: skip
-            below = "distance from the start (λ)" if axis == "distance" else "share of the way"
+                start = f"model after task {i + 1}" if curve is found["curves"][-1] else ""
+                axes.plot(x[0], y[0], color="black", marker="o", markersize=5.5, linestyle="", label=start, zorder=4)
+            below = "distance from the start (λ)" if along == "distance" else "share of the way"
             title = f"Accuracy on {tasks}, %" if what == "accuracy" else f"Loss on {tasks}"
             style.tidy(axes, title, below if row == 1 else "")
-            axes.legend(frameon=False, fontsize=8.5)
+            style.coloured_words(axes, [("barrier", "#555555"), *barriers])
+    style.legend_below(figure, table[0][0])
     style.note(figure, told_how(found))
     return style.save(figure, stem)
 
 
-def draw_tradeoff(panels: Sequence[Mapping[str, Any]], stem: Path) -> list[Path]:
+def draw_tradeoff(found: Mapping[str, Any], stem: Path) -> list[Path]:
     """A panel a line's end: every point's old-class accuracy against its new-class accuracy, and the linear fit."""
+    panels = found["panels"]
     figure, table = style.new_figure(1, len(panels), max(5.6, 4.2 * len(panels)), 4.8)
-    for found, axes in zip(panels, table[0], strict=True):
-        i, t = found["task_from"], found["task_to"]
-        for curve in found["curves"]:
+    for panel, axes in zip(panels, table[0], strict=True):
+        i, t = panel["task_from"], panel["task_to"]
+        for curve in panel["curves"]:
             look = style.look(curve["method"], curve["addons"], curve["oracle"])
             x, y = curve["accuracy"]["old"], curve["accuracy"]["new"]
-            slope = curve["fit"]["slope"]
-            told = "" if slope is None else f": linear fit, slope {slope:.2f}, r² {curve['fit']['r2'] or 0:.2f}"
-            axes.plot(x, y, color=look.colour, linewidth=0.8, alpha=0.35, label="" if slope is not None else look.label)
+            axes.plot(x, y, color=look.colour, linewidth=0.8, alpha=0.35)
             axes.scatter(x, y, color=look.colour, s=16, alpha=0.8, linewidths=0)
-            ends = [min(x), max(x)]
+            slope, r2 = curve["fit"]["slope"], curve["fit"]["r2"]
             if slope is not None:
+                ends = [min(x), max(x)]
                 axes.plot(
                     ends, [curve["fit"]["intercept"] + slope * v for v in ends], color=look.colour,
-                    dashes=look.dashes or (4, 1.5), linewidth=1.6, label=f"{look.label}{told}",
+                    dashes=(4, 1.5), linewidth=1.6,
                 )  # fmt: skip
+            told = "no linear fit" if slope is None else f"linear fit, slope {slope:.2f}, r² {r2 or 0:.2f}"
             axes.plot(x[0], y[0], color="black", marker="o", markersize=6, zorder=3)
             axes.plot(
-                x[-1], y[-1], color=look.colour, marker=look.marker, markersize=look.size + 4,
-                markeredgecolor="#CC0000", markeredgewidth=1.4, zorder=4,
+                x[-1], y[-1], color=look.colour, marker=look.marker, markersize=look.size + 3, linestyle="",
+                markeredgecolor=RED, markeredgewidth=1.2, zorder=4, label=f"{look.label}: {told}".replace("-", "−"),
             )  # fmt: skip
         style.tidy(
             axes, f"From task {i + 1} to task {t + 1}", f"accuracy on {named(range(i + 1))}, %",
             f"accuracy on {named(range(i + 1, t + 1))}, %",
         )  # fmt: skip
-        highest = max(max(curve["accuracy"]["new"]) for curve in found["curves"])
-        axes.set_ylim(-0.04 * highest - 0.5, 1.12 * highest + 0.5)
+        highest = max(max(curve["accuracy"]["new"]) for curve in panel["curves"])
+        axes.set_ylim(-0.04 * highest - 0.5, 1.08 * highest + 0.5)
         axes.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    style.note(figure, told_how(panels[0]))
+    style.note(figure, told_how(panels[0]) + "; red edges: where a line ends")
     return style.save(figure, stem)

@@ -6,31 +6,69 @@ From records alone. Several seeds become a mean and a standard deviation; the sh
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from incvec.config import digest
 from incvec.errors import DataError
 from incvec.lab import style
 from incvec.lab.lines import FORMAT
 from incvec.lab.snapshots import command
 from incvec.metrics import gap_closed
-from incvec.presets import resolve
+from incvec.presets import changed_settings, resolve
 
 Record = Mapping[str, Any]
 
 
-def gap(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """For each method and stream among the records: its runs' curves and the shares closed, as plain data."""
+class Missing(DataError):
+    """There is no gap to speak of: the plain method or its oracle was not run."""
+
+
+def gap(records: Sequence[Record], told: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
+    """For each method and stream among the records: its runs' curves and the shares closed, as plain data.
+
+    A method with other settings is a study of its own; an add-on with other settings is left out where the
+    preset's was run. `told` hears of methods that lack their plain run or their oracle, unless all do.
+    """
     joint = [record for record in records if record["method"] == "joint"]
-    families: dict[tuple[Any, ...], list[Record]] = {}
+    families: dict[str, list[Record]] = {}
     for record in records:
         if record["method"] != "joint":
-            families.setdefault((record["dataset"], record["method"], record["tasks"]), []).append(record)
+            key = digest([record[name] for name in ("dataset", "method", "tasks")] + [host_changes(record)])
+            families.setdefault(key, []).append(record)
     if not families:
         raise DataError("no record is of a method that learns task by task: give those of a run and of its oracle.")
-    return [study(own, [j for j in joint if fits(j, own[0])]) for own in families.values()]
+    studies, missing = [], []
+    for own in families.values():
+        try:
+            studies.append(study(usual_of(own), [j for j in joint if fits(j, own[0])]))
+        except Missing as error:
+            missing.append(error)
+    if not studies:
+        raise missing[0]
+    for reason in missing:
+        if told is not None:
+            told(str(reason))
+    return studies
+
+
+def addon_changes(record: Record) -> dict[str, Any]:
+    changes = changed_settings(record["config"])
+    return {key: value for key, value in changes.items() if key.partition(".")[0] in record["addons"]}
+
+
+def host_changes(record: Record) -> dict[str, Any]:
+    own = addon_changes(record)
+    return {key: value for key, value in changed_settings(record["config"]).items() if key not in own}
+
+
+def usual_of(records: Sequence[Record]) -> list[Record]:
+    """Without add-ons of other settings, where the preset's are there."""
+    usual = {tuple(record["addons"]) for record in records if not addon_changes(record)}
+    return [record for record in records if not addon_changes(record) or tuple(record["addons"]) not in usual]
 
 
 def fits(joint: Record, record: Record) -> bool:
@@ -52,7 +90,7 @@ def study(records: Sequence[Record], joint: Sequence[Record]) -> dict[str, Any]:
     for missing, changes in ((plain, {"addons": (), "oracle": False}), (oracle, {"addons": (), "oracle": True})):
         if not missing:
             what = "its oracle, which was never trained" if changes["oracle"] else "the plain method"
-            raise DataError(
+            raise Missing(
                 f"the gap of {records[0]['method']} on {records[0]['dataset']} needs the record of {what}. Run first:"
                 f"\n  {command(resolve(records[0]['config']), None, **changes)}"
             )
@@ -86,6 +124,7 @@ def study(records: Sequence[Record], joint: Sequence[Record]) -> dict[str, Any]:
         "dataset": first["dataset"],
         "method": first["method"],
         "tasks": first["tasks"],
+        "changed": host_changes(first),
         "gap": mean_last(oracle) - mean_last(plain),
         "share_is": "(LA - LA_plain) / (LA_oracle - LA_plain), by seed, then averaged; none where no gap is to close",
         "runs": runs,
@@ -154,14 +193,18 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     names = [style.look(r["method"], r["addons"], r["oracle"]).label.replace(" ", "\n", 1) for r in found["runs"]]
     right.set_xticks(range(len(names)), names, fontsize=9)
     lasts = [run["LA"]["mean"] for run in found["runs"]]
-    right.set_ylim(max(0, min(lasts) - 15), max(lasts) + 6)
+    lowest = max(0, 10 * math.floor((min(lasts) - 10) / 10))
+    right.set_ylim(lowest, max(lasts) + 0.14 * (max(lasts) - lowest))
     style.tidy(left, "Accuracy on all classes seen so far, %", "tasks learned")
-    style.tidy(right, "Last accuracy, % (the axis does not begin at 0)", "")
+    style.tidy(right, "Last accuracy, %" + (" (the axis does not begin at 0)" if lowest else ""), "")
+    right.set_yticks([tick for tick in right.get_yticks() if lowest <= tick <= 100])
     right.grid(visible=False, axis="x")
     from matplotlib.ticker import MaxNLocator
 
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     style.legend_below(figure, left)
     seeds = sorted({seed for run in found["runs"] for seed in run["seeds"]})
-    style.note(figure, f"{found['dataset']}; {found['tasks']} increments; seed(s) {', '.join(map(str, seeds))}")
+    told = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    told += "".join(f"; {key} {value}" for key, value in found.get("changed", {}).items())
+    style.note(figure, f"{style.dataset(found['dataset'])}; {found['tasks']} increments; {told}")
     return style.save(figure, stem)

@@ -7,14 +7,16 @@ begin at a given snapshot (`--set start=FILE`) do.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from incvec.data import Dataset
 from incvec.errors import ConfigError, DataError
 from incvec.lab import style
-from incvec.lab.figures import told_images
+from incvec.lab.figures import told_setting
 from incvec.lab.lines import FORMAT, Setting, Told, checked
 from incvec.lab.planes import Plane, frame, ticks
 from incvec.lab.points import Points
@@ -113,8 +115,8 @@ def look_of(run: Path) -> dict[str, Any]:
     }
 
 
-def draw(found: dict[str, Any], stem: Path) -> list[Path]:
-    """Filled contours of the loss, and the points."""
+def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
+    """Filled contours of the loss, lines at round values, and the points with their increment vectors."""
     import numpy as np
 
     wide, high = (max(found[key]) - min(found[key]) for key in ("a", "b"))
@@ -123,28 +125,50 @@ def draw(found: dict[str, Any], stem: Path) -> list[Path]:
     values = np.log10(np.clip(np.array(found["loss"]), 1e-6, None))
     least = float(values.min())
     most = max(float(np.quantile(values, 0.97)), least + 1e-3)
-    levels = np.linspace(least, most, 18)
-    filled = axes.contourf(found["a"], found["b"], values, levels=levels, cmap=style.SEQUENTIAL, extend="max")
-    axes.contour(found["a"], found["b"], values, levels=levels[::2], colors="white", linestyles="solid", linewidths=0.5,
-                 alpha=0.6)  # fmt: skip
+    filled = axes.contourf(
+        found["a"], found["b"], values, levels=np.linspace(least, most, 33), cmap=style.SEQUENTIAL, extend="max"
+    )
+    shown = round_values(10**least, 10**most)
+    levels = [math.log10(value) for value in shown]
+    lines = axes.contour(
+        found["a"], found["b"], values, levels=levels, colors="white", linestyles="solid", linewidths=0.6, alpha=0.8
+    )
+    texts = dict(zip(levels, (f"{value:g}" for value in shown), strict=True))
+    axes.clabel(lines, fmt=lambda level: texts[min(levels, key=lambda known: abs(known - level))], fontsize=7.5)
     bar = figure.colorbar(filled, ax=axes, pad=0.02)
     bar.set_label("test loss (logarithmic colours)", fontsize=9.5)
-    shown = np.linspace(least, most, 6)
-    bar.set_ticks(shown, labels=[f"{10**v:.2f}" for v in shown])
+    bar.set_ticks(levels, labels=[texts[level] for level in levels])
+    bar.ax.tick_params(labelsize=9)
     before = found["task"]
+    start = found["marks"][0]
     for mark in found["marks"]:
         look = style.look(mark["method"], mark["addons"], mark["oracle"])
         origin = mark["role"] == "origin"
         name = f"start, after task {before}" if origin else look.label
         name += f", projected ({mark['off_plane']:.1f} off the plane)" if mark["role"] == "oracle" else ""
+        if not origin:
+            axes.plot(
+                [start["a"], mark["a"]], [start["b"], mark["b"]], color="white", dashes=(3, 2), linewidth=1, alpha=0.75
+            )
         axes.plot(
             mark["a"], mark["b"], linestyle="", label=f"{name}: loss {mark['loss']:.2f}, {mark['accuracy']:.1f} %",
             color="black" if origin else look.colour, marker="o" if origin else look.marker,
-            markersize=look.size + 4, markeredgecolor="white", markeredgewidth=1.3,
+            markersize=look.size + (2 if origin else 4), markeredgecolor="white", markeredgewidth=1.3, zorder=3,
         )  # fmt: skip
-    style.tidy(axes, f"Test loss after task {before + 1}, all classes seen", "distance along u", "distance along v")
+    style.tidy(axes, f"Test loss on all classes seen, after task {before + 1}", "distance along u", "distance along v")
     axes.grid(visible=False)
     axes.set_aspect("equal")
     style.legend_below(figure, axes, 1)
-    style.note(figure, f"{found['dataset']}; {told_images(found)}; BatchNorm statistics {found['batchnorm']}d")
+    style.note(figure, told_setting(found))
     return style.save(figure, stem)
+
+
+def round_values(least: float, most: float) -> list[float]:
+    """1, 2, 5 and their like between two losses, from coarse to fine until there are five."""
+    inside: list[float] = []
+    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 5, 7), tuple(k / 10 for k in range(10, 100))):
+        every = [step * 10.0**power for power in range(-7, 7) for step in steps]
+        inside = sorted({round(value, 9) for value in every if least <= value <= most})
+        if len(inside) >= 5:
+            break
+    return inside[:: max(1, len(inside) // 6)] or [least]

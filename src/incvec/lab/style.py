@@ -64,7 +64,18 @@ ADDONS: dict[str, tuple[str, str, str]] = {
     "imm": ("IMM", "#999933", "d"),
     "fisher-merge": ("Fisher merge", "#332288", "8"),
 }
+DATASETS = {
+    "aircraft": "Aircraft",
+    "cifar100": "CIFAR-100",
+    "imagenet": "ImageNet",
+    "imagenet-subset": "ImageNet-Subset",
+    "tiny-imagenet-100": "Tiny-ImageNet-100",
+}
 SPARE = (("#000000", "8"), ("#117733", "H"), ("#661100", "1"))  # for names that are not listed
+
+
+def dataset(name: str) -> str:
+    return DATASETS.get(name, name)
 
 
 def label(method: str, addons: Sequence[str] = (), oracle: bool = False) -> str:
@@ -109,6 +120,19 @@ def tidy(axes: Any, title: str, x: str, y: str = "") -> None:
     axes.set_axisbelow(True)
 
 
+def coloured_words(axes: Any, words: Sequence[tuple[str, str]]) -> None:
+    """Words in a row at the right end of the title's line, each in a colour of its own."""
+    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
+
+    parts: list[Any] = [TextArea(text, textprops={"color": colour, "fontsize": 9}) for text, colour in words]
+    row = HPacker(children=parts, align="baseline", pad=0, sep=6)
+    anchored = AnchoredOffsetbox(
+        "lower right", child=row, frameon=False, pad=0, borderpad=0.35, bbox_to_anchor=(1, 1),
+        bbox_transform=axes.transAxes,
+    )  # fmt: skip
+    axes.add_artist(anchored)
+
+
 def legend_below(figure: Any, axes: Any, columns: int = 4) -> None:
     """One legend for all panels, under them."""
     handles, labels = axes.get_legend_handles_labels()
@@ -125,6 +149,6 @@ def save(figure: Any, stem: Path) -> list[Path]:
     """PNG and PDF; without dates inside, so that the same numbers give the same files."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(stem.name + end) for end in (".png", ".pdf")]
-    figure.savefig(files[0], metadata={"Software": None})
+    figure.savefig(files[0], metadata={"Software": None}, pil_kwargs={"optimize": True})
     figure.savefig(files[1], metadata={"CreationDate": None})
     return files

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -32,6 +33,17 @@ UNIFORM: dict[str, dict[str, Any]] = {
     "cifar100": {"base_classes": 0, "tasks": 10},
     "digits": {"base_classes": 0, "tasks": 5},
 }
+# Settings outside the sections that make a run another experiment; seeds, device and engine do not.
+SETTINGS = (
+    "base_classes",
+    "class_order",
+    "class_list",
+    "variant",
+    "precision",
+    "start",
+    "image_size",
+    "sync_batchnorm",
+)
 
 
 @cache
@@ -113,3 +125,23 @@ def run_name(config: RunConfig) -> str:
     parts += [str(config.tasks), f"s{config.seed}"]
     parts += [digest(changes)[:8]] if changes else []
     return "-".join(parts)
+
+
+def changed_settings(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's resolved configuration has that the presets of its variant do not, `section.key: value`."""
+    given = {key: own[key] for key in ("method", "dataset", "addons")} | {"variant": own.get("variant", "paper")}
+    preset = resolve(given)
+    usual = preset.resolved() | {"variant": "paper"}
+    changed = {key: own[key] for key in SETTINGS if key in own and own[key] != usual.get(key)}
+    return changed | {
+        f"{section}.{key}": value
+        for section, values in preset.sections.items()
+        for key, value in own.get(section, {}).items()
+        if values.get(key) != value
+    }
+
+
+def sweeps() -> dict[str, Path]:
+    """The sweeps that come with the package, by name."""
+    folder = resources.files(__package__) / "sweeps"
+    return {Path(str(file)).stem: Path(str(file)) for file in sorted(folder.iterdir(), key=str) if file.is_file()}

@@ -1,7 +1,7 @@
 """What exists, written from the registries, so that no document can name what is not there.
 
     python -m incvec.report.catalogue > docs/methods.md          the whole list
-    python -m incvec.report.catalogue --readme README.md         the names, between the README's two markers
+    python -m incvec.report.catalogue --readme README.md         the names and the results, between the README's markers
 
 A result is `pending` until a record under results/ shows otherwise: a number no record backs is not claimed.
 """
@@ -22,6 +22,7 @@ from incvec.nets import backbones
 from incvec.nets.dual import DUALS
 from incvec.presets import presets
 from incvec.records import find_records, read_record
+from incvec.report import summary
 
 Record = Mapping[str, Any]
 BEGIN, END = "<!-- catalogue: begin -->", "<!-- catalogue: end -->"
@@ -117,23 +118,29 @@ def overview() -> str:
     return table(["there are", "by name"], [[kind, listed(known, code)] for kind, known in names.items()])
 
 
-def with_overview(text: str) -> str:
-    """The document with the overview between its two markers."""
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+def renewed(text: str, results: Path) -> str:
+    """The README with what exists, and what was measured, between their markers."""
+    text = between(text, BEGIN, END, overview())
+    return between(text, summary.BEGIN, summary.END, summary.results(results))
+
+
+def between(text: str, begin: str, end: str, content: str) -> str:
+    """The document with the content between two markers."""
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
-        raise DataError(f"the document has no place for the overview: expected {BEGIN} and, below it, {END}.")
-    return pattern.sub(lambda _: f"{BEGIN}\n{overview()}\n{END}", text, count=1)
+        raise DataError(f"the document has no place for this: expected {begin} and, below it, {end}.")
+    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text, count=1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What exists, as Markdown on the standard output.")
     parser.add_argument("--results", type=Path, default=Path("results"), help="where records of real runs lie")
-    parser.add_argument("--readme", type=Path, help="bring the overview in this document up to date instead")
+    parser.add_argument("--readme", type=Path, help="bring the lists and results in this document up to date instead")
     arguments = parser.parse_args()
     if arguments.readme is None:
         print(catalogue(arguments.results), end="")
     else:
-        arguments.readme.write_text(with_overview(arguments.readme.read_text()))
+        arguments.readme.write_text(renewed(arguments.readme.read_text(), arguments.results))
 
 
 if __name__ == "__main__":

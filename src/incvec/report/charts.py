@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from incvec.report import style
-from incvec.report.reproduced import Comparison, compare_gains, paper
-from incvec.report.study import Entry, Group, Panel, Stream, settings_text
+from incvec.report.reproduced import Comparison, compare_gains, is_standard, paper, settings_text
+from incvec.report.study import Entry, Group, Panel, Stream
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,49 @@ def last_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
         if each.stream != stream or each.first.addon_changes:
             continue
         values = each.metric("LA")
-        known = None if each.first.changes else theirs.get(each.name, {}).get(stream.tasks)
+        known = theirs.get(each.name, {}).get(stream.tasks) if is_standard(each.first.record) else None
         changes = settings_text(each.first.host_changes)
         label = each.label + (f" ({changes})" if changes else "")
         mean = statistics.mean(values)
         bars.append(
             Bar(each.name, label, mean, deviation(values), len(values), None if known is None else known[1])
         )  # fmt: skip
-    note = "Whiskers: one standard deviation over seeds. Diamonds: the paper's value."
     title = f"{stream}: accuracy after the last task"
+    note = bar_note(bars, "Whiskers: one standard deviation over seeds.")
     return Bars(f"{stream.slug}-last", title, "LA, %", tuple(bars), "%", note=note) if bars else None
+
+
+def bar_note(bars: Sequence[Bar], whiskers: str) -> str:
+    """What the marks on bars mean, of those that are there."""
+    told = [whiskers] if any(bar.error is not None for bar in bars) else []
+    told += ["Diamonds: the paper's value."] if any(bar.paper is not None for bar in bars) else []
+    return " ".join(told)
+
+
+def switch_charts(groups: Sequence[Group]) -> list[Bars]:
+    """What other settings of an add-on do to LA, where something else than a number was changed; paired by seed."""
+    made = []
+    for usual in groups:
+        others = [
+            each for each in groups
+            if (each.stream, each.name) == (usual.stream, usual.name)
+            and each.first.changes and each.first.changes == each.first.addon_changes
+        ]  # fmt: skip
+        if usual.first.changes or all(is_number(v) for each in others for v in each.first.changes.values()):
+            continue
+        known = {entry.seed: entry.record["metrics"]["LA"] for entry in usual.entries}
+        bars = []
+        for each in others:
+            pairs = [e.record["metrics"]["LA"] - known[e.seed] for e in each.entries if e.seed in known]
+            if pairs:
+                apart = Comparison(tuple(pairs), None)
+                label = settings_text(each.first.changes)
+                bars.append(Bar(each.name, label, statistics.mean(pairs), apart.error, len(pairs)))
+        slug = f"{usual.stream.slug}-{usual.name.replace(' + ', '-')}-switches"
+        title = f"{style.label(usual.name)} on {usual.stream}: other settings"
+        note = ("Paired by seed. " + bar_note(bars, "Whiskers: standard error.")).strip()
+        made.append(Bars(slug, title, "LA minus that of the preset, points", tuple(bars), "points", True, note))
+    return [chart for chart in made if chart.bars]
 
 
 def gain_charts(dataset: str, entries: Sequence[Entry]) -> list[Bars]:
@@ -146,7 +179,7 @@ def gain_charts(dataset: str, entries: Sequence[Entry]) -> list[Bars]:
                     f"{dataset}-gain-{metric}",
                     f"{style.dataset(dataset)}: what IVT adds to {metric} ({better} is better)",
                     f"{metric} with IVT minus {metric} without, points", tuple(bars), "points", signed=True,
-                    note="Paired by seed; whiskers: standard error. Diamonds: the paper's value.",
+                    note=("Paired by seed. " + bar_note(bars, "Whiskers: standard error.")).strip(),
                 )
             )  # fmt: skip
     return made

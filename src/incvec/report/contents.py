@@ -7,12 +7,20 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
+from incvec.presets import changed_settings
 from incvec.report import style, tables
-from incvec.report.reproduced import METRICS, TASKS, Comparison, compare, compare_gains, paper
+from incvec.report.reproduced import (
+    METRICS,
+    TASKS,
+    Comparison,
+    compare,
+    compare_gains,
+    paper,
+    settings_text,
+    yaml_value,
+)
 from incvec.report.sheet import Cell, Column, Row, Sheet, number, spread, word
-from incvec.report.study import Entry, Group, settings_text
+from incvec.report.study import Entry, Group
 
 ARROWS = {"AA": "AA ↑", "LA": "LA ↑", "FM": "FM ↓"}
 MEASURES = "AA: accuracy averaged over the tasks; LA: after the last one; FM: forgetting, less is better; in percent."
@@ -148,19 +156,12 @@ def command(record: Mapping[str, Any]) -> str:
         words += ["--addon", name]
     words += ["--dataset", record["dataset"], "--tasks", str(record["tasks"]), "--seed", str(record["seed"])]
     words += ["--oracle"] if record["oracle"] else []
-    from incvec.report.reproduced import changed_settings
-
-    changes = changed_settings(record)
+    changes = changed_settings(record["config"])
     if (order := record["config"].get("order_seed", 1993)) != 1993:
         changes["order_seed"] = order
     for key, value in changes.items():
         words += ["--set", f"{key}={yaml_value(value)}"]
     return shlex.join(words)
-
-
-def yaml_value(value: Any) -> str:
-    """A value as `--set` reads it."""
-    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
 
 
 def seeds(each: Group) -> str:

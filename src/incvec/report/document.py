@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
@@ -44,8 +43,7 @@ def sections(entries: Sequence[Entry], findings: Sequence[labs.Finding] = ()) ->
     how = Section("how-it-was-run", "How it was run", (contents.how_sheet(groups), contents.record_sheet(entries)), ())
     tables = tuple(table for finding in findings if (table := labs.path_sheet(finding)))
     drawn = tuple(chart for finding in findings if (chart := labs.path_chart(finding)))
-    pictures = tuple(finding for finding in findings if finding.picture)
-    lab = Section("lab", "From the lab", tables, drawn, pictures)
+    lab = Section("lab", "From the lab", tables, drawn, tuple(findings))
     return [part for part in [*found, lab, how] if part.sheets or part.charts or part.pictures]
 
 
@@ -61,11 +59,13 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
 
     yield part("ivt", "what IVT adds", [contents.gain_sheet(dataset, entries)], charts.gain_charts(dataset, entries))
     last = [charts.last_chart(stream, groups) for stream in streams]
-    yield part("paper", "beside the paper", contents.paper_sheets(entries), last)
+    beside = "beside the paper" if dataset in reproduced.paper() else "after the last task"
+    yield part("paper", beside, contents.paper_sheets(entries), last)
     gap = contents.gap_sheet(dataset, groups)
     yield part("tasks", "task after task", [gap], [charts.accuracy_chart(panel) for panel in chosen])
     yield part("matrices", "accuracy by task", [], [heat for panel in chosen for heat in charts.heat_charts(panel)])
-    settings = [*charts.sweep_charts(groups), *(charts.time_chart(stream, groups) for stream in streams)]
+    settings: list[Chart | None] = [*charts.switch_charts(groups), *charts.sweep_charts(groups)]
+    settings += [charts.time_chart(stream, groups) for stream in streams]
     yield part("settings", "settings and time", [], settings)
     yield part("all", "all that was run", [contents.group_sheet(dataset, groups)], [])
 
@@ -118,7 +118,7 @@ def page(parts: Sequence[Section], entries: Sequence[Entry]) -> str:
 
 def picture(finding: labs.Finding) -> str:
     """A lab command's own picture, a click away from its full size."""
-    address = labs.inline(finding.picture) if finding.picture else ""
+    address = labs.inline(finding)
     title = html.escape(finding.title)
     return (
         f'<figure class="picture"><figcaption><h3>{title}</h3></figcaption>'
@@ -186,6 +186,7 @@ def write(entries: Sequence[Entry], out: Path, findings: Sequence[labs.Finding] 
         for chart in part.charts:
             yield from figures.write(chart, out / "figures")
         for finding in part.pictures:
-            for ending in (".png", ".pdf"):
-                if (source := finding.file.with_suffix(ending)).is_file():
-                    yield Path(shutil.copyfile(source, out / "figures" / f"{finding.slug}-picture{ending}"))
+            for ending, content in finding.pictures.items():
+                file = out / "figures" / f"{finding.slug}-picture{ending}"
+                file.write_bytes(content)
+                yield file

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
-import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from incvec.errors import DataError
+from incvec.lab.drawing import findings, read, redraw
 from incvec.report import style
 from incvec.report.charts import Line, Lines
 from incvec.report.sheet import Column, Row, Sheet, number, word
@@ -25,7 +27,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The numbers of one lab command, and its picture where that lies beside them."""
+    """The numbers of one lab command."""
 
     file: Path
     data: Mapping[str, Any] = field(repr=False)
@@ -38,20 +40,18 @@ class Finding:
     def title(self) -> str:
         return f"{KINDS[self.data['kind']]} ({self.file.stem})"
 
-    @property
-    def picture(self) -> Path | None:
-        file = self.file.with_suffix(".png")
-        return file if file.is_file() else None
+    @cached_property
+    def pictures(self) -> dict[str, bytes]:
+        """The command's own figure by ending, drawn from the numbers: no picture need lie beside them."""
+        with tempfile.TemporaryDirectory() as folder:
+            return {file.suffix: file.read_bytes() for file in redraw(self.file, Path(folder) / "picture")}
 
 
 def find(paths: Sequence[Path]) -> list[Finding]:
     """Every file that a lab command left at or below the folders."""
-    found = []
-    for file in sorted({file for path in paths if path.is_dir() for file in path.rglob("*.json")}):
-        data = json.loads(file.read_text())  # whole: records were looked for among these before
-        if isinstance(data, dict) and data.get("kind") in KINDS and "format" in data:
-            found.append(Finding(file, data))
-    return found
+    found = [(file, read(file)) for file in findings([path for path in paths if path.is_dir()])]
+    made = [Finding(file, data) for file, data in found if data is not None]
+    return sorted(made, key=lambda finding: (finding.file.parent, list(KINDS).index(finding.data["kind"])))
 
 
 def path_sheet(finding: Finding) -> Sheet | None:
@@ -97,6 +97,6 @@ def run_name(curve: Mapping[str, Any]) -> str:
     return " + ".join([curve["method"], *curve["addons"]]) + (" oracle" if curve["oracle"] else "")
 
 
-def inline(picture: Path) -> str:
-    """A picture as an address of its own, so that the page needs no other file."""
-    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode()
+def inline(finding: Finding) -> str:
+    """Its picture as an address of its own, so that the page needs no other file."""
+    return "data:image/png;base64," + base64.b64encode(finding.pictures[".png"]).decode()

@@ -16,24 +16,17 @@ from typing import Any
 
 import yaml
 
+from incvec.config import RunConfig, digest
+from incvec.engine.sweep import read_sweep
+from incvec.metrics import gap_closed
+from incvec.presets import changed_settings, resolve, sweeps
 from incvec.records import find_records, read_record
 
 METRICS = ("AA", "LA", "FM")
 TASKS = (5, 10, 25)
 Seed = tuple[int, int | None]  # of the training and of the class order
 Cell = dict[Seed, dict[str, float | None]]
-
-# Settings outside the sections that make a run another experiment; seeds, device and engine do not.
-SETTINGS = (
-    "base_classes",
-    "class_order",
-    "class_list",
-    "variant",
-    "precision",
-    "start",
-    "image_size",
-    "sync_batchnorm",
-)
+BOUNDS, SWITCHES = "cifar100-podnet", "cifar100-switches"  # sweeps whose runs have a section of their own
 
 
 @dataclass(frozen=True)
@@ -75,24 +68,9 @@ def row_name(record: Mapping[str, Any]) -> str:
 
 def is_standard(record: Mapping[str, Any]) -> bool:
     """Whether a record belongs in the main table: the preset's settings, not an oracle, not begun elsewhere."""
-    return not (record["oracle"] or record.get("label") or changed_settings(record))
-
-
-def changed_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that differ from the presets of today, `section.key: value`."""
-    from incvec.presets import resolve
-
-    given = {key: record["config"][key] for key in ("method", "dataset")} | {"addons": record["addons"]}
-    preset = resolve(given)
-    usual = preset.resolved()
-    own = record["config"]
-    changed = {key: own[key] for key in SETTINGS if key in own and own[key] != usual.get(key)}
-    return changed | {
-        f"{section}.{key}": value
-        for section, values in preset.sections.items()
-        for key, value in own.get(section, {}).items()
-        if values.get(key) != value
-    }
+    variant = paper().get(record["dataset"], {}).get("variants", {}).get(row_name(record))
+    usual = {} if variant is None else {"variant": variant}
+    return not (record["oracle"] or record.get("label")) and changed_settings(record["config"]) == usual
 
 
 def cells(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
@@ -166,8 +144,7 @@ def table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
         for row, values in compare(dataset, tasks, records).items():
             texts = []
             for value in values:
-                difference = "" if value.difference is None else f"{value.difference:+.2f}"
-                texts += [spread(value.ours) if value.ours else "not run", f"{value.paper:.2f}", difference]
+                texts += [cell_text(value), f"{value.paper:.2f}", difference_text(value)]
             lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
     return lines
 
@@ -185,14 +162,114 @@ def gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def runs_of(sweep: str) -> list[RunConfig]:
+    """The runs of a packaged sweep."""
+    return [resolve(given) for given in read_sweep(sweeps()[sweep])]
+
+
+def kind(own: Mapping[str, Any]) -> str:
+    """The same for resolved configurations that differ in their seeds, device and engine alone."""
+    return digest([own["method"], own["addons"], own["dataset"], own["tasks"], own["oracle"], changed_settings(own)])
+
+
+def alike(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> Cell:
+    """The records of one configuration, by seed."""
+    wanted = kind(config.resolved())
+    own = [r for r in records if not r.get("label") and kind(r["config"]) == wanted]
+    return next(iter(cells(own).values()), {})
+
+
+def switch_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the paper leaves open, a switch a line: beside the default (paired by seed) and the paper."""
+    configs = runs_of(SWITCHES)
+    first = configs[0]
+    if first.dataset != dataset:
+        return []
+    told = ("method", "addons", "dataset", "tasks", "seed")
+    default = resolve({key: getattr(first, key) for key in told})
+    theirs = paper()[dataset]["rows"][row_name(default.resolved())][default.tasks]
+    lines = [
+        "| setting | seeds | " + " | ".join(f"{m} | vs default | vs paper" for m in METRICS) + " |",
+        "|---" * (2 + 3 * len(METRICS)) + "|",
+        "| the paper | 3 | " + " | ".join(f"{value:.2f} | | " for value in theirs) + " |",
+    ]
+    usual = alike(default, records)
+    settings = {key: default.sections[key.partition(".")[0]][key.partition(".")[2]] for key in switched(configs)}
+    for config in (default, *configs):
+        cell = alike(config, records)
+        texts = []
+        for metric, value in zip(METRICS, theirs, strict=True):
+            ours = Comparison(known(seed[metric] for seed in cell.values()), value)
+            pairs = known(minus(cell[seed][metric], usual[seed][metric]) for seed in cell if seed in usual)
+            apart = f"{statistics.mean(pairs):+.2f}" if pairs and config is not default else ""
+            texts += [cell_text(ours), apart, difference_text(ours)]
+        name = "default: " if config is default else ""
+        name += f"`{settings_text(settings if config is default else changed_settings(config.resolved()))}`"
+        lines.append(f"| {name} | {len(cell)} | " + " | ".join(texts) + " |")
+    return lines
+
+
+def switched(configs: Sequence[RunConfig]) -> list[str]:
+    """Every setting that one of them changes."""
+    return list(dict.fromkeys(key for config in configs for key in changed_settings(config.resolved())))
+
+
+def settings_text(changes: Mapping[str, Any]) -> str:
+    """`podnet.memory=5, ivt.stages=[main, balance]`."""
+    return ", ".join(f"{key}={yaml_value(value)}" for key, value in changes.items())
+
+
+def yaml_value(value: Any) -> str:
+    """A value as `--set` reads it."""
+    return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
+
+
+def bound_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The oracle and joint training beside the method without and with IVT; the paper gives no numbers for them."""
+    configs = runs_of(BOUNDS)
+    if configs[0].dataset != dataset:
+        return []
+    tasks = next(config.tasks for config in configs if config.oracle)
+    rows = {kind(config.resolved()): config for config in configs if config.tasks == tasks}
+    found = [alike(config, records) for config in rows.values()]
+    plain = next(cell for cell, c in zip(found, rows.values(), strict=True) if not c.addons and not c.oracle)
+    oracle = next(cell for cell, c in zip(found, rows.values(), strict=True) if c.oracle)
+    lines = ["| run | tasks | seeds | AA | LA | FM | gap closed |", "|---" * 7 + "|"]
+    for config, cell in zip(rows.values(), found, strict=True):
+        values = [Comparison(known(seed[metric] for seed in cell.values()), None) for metric in METRICS]
+        texts = [cell_text(value) if value.ours or not cell else "" for value in values]
+        shares = [
+            share for seed in cell if config.addons and seed in plain and seed in oracle
+            if (share := gap_closed(*(each[seed]["LA"] or 0.0 for each in (cell, plain, oracle)))) is not None
+        ]  # fmt: skip
+        name = row_name(config.resolved()) + (" (oracle)" if config.oracle else "")
+        length = 1 if config.method == "joint" else config.tasks
+        closed = f"{100 * statistics.mean(shares):.0f} %" if shares else ""
+        lines.append(f"| {name} | {length} | {len(cell)} | " + " | ".join([*texts, closed]) + " |")
+    return lines
+
+
+def cell_text(value: Comparison) -> str:
+    return spread(value.ours) if value.ours else "not run"
+
+
+def difference_text(value: Comparison) -> str:
+    return "" if value.difference is None else f"{value.difference:+.2f}"
+
+
 def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Oracles and runs with other settings than the preset's."""
-    rows = [r for r in records if r["dataset"] == dataset and not is_standard(r)]
+    """Records that no other section has."""
+    shown = {kind(config.resolved()) for sweep in (BOUNDS, SWITCHES) for config in runs_of(sweep)}
+    rows = [
+        r for r in records
+        if r["dataset"] == dataset and (r.get("label") or kind(r["config"]) not in shown)
+        and not (is_standard(r) and r["tasks"] in paper()[dataset]["rows"].get(row_name(r), ()))
+    ]  # fmt: skip
     if not rows:
         return []
     lines = ["| run | tasks | seed | changed | AA | LA | FM |", "|---" * 7 + "|"]
     for r in sorted(rows, key=lambda r: (row_name(r), r["tasks"], r["seed"])):
-        changed = ", ".join(f"{k}={v}" for k, v in changed_settings(r).items()) or "-"
+        changed = settings_text(changed_settings(r["config"])) or "-"
         m = r["metrics"]
         forgetting = "" if m["FM"] is None else f"{m['FM']:.2f}"
         name = row_name(r) + (" (oracle)" if r["oracle"] else "")
@@ -215,6 +292,10 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         lines += ["", f"## {content['title']}", "", *table(dataset, records)]
         if paired := gains(dataset, records):
             lines += ["", "### What IVT adds", "", *paired]
+        if bounds := bound_table(dataset, records):
+            lines += ["", "### The oracle and joint training", "", *bounds]
+        if switches := switch_table(dataset, records):
+            lines += ["", "### What the paper leaves open", "", *switches]
         if rest := others(dataset, records):
             lines += ["", "### Other runs", "", *rest]
         used = [r for r in records if r["dataset"] == dataset]

@@ -17,9 +17,10 @@ from typing import Any
 from incvec.config import digest
 from incvec.errors import DataError
 from incvec.metrics import summarise
+from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
 from incvec.report import style
-from incvec.report.reproduced import METRICS, changed_settings
+from incvec.report.reproduced import METRICS, settings_text, yaml_value
 
 TOLERANCE = 1e-6  # between a record's summaries and those of its matrix
 
@@ -42,7 +43,7 @@ class Entry:
     @cached_property
     def changes(self) -> dict[str, Any]:
         """Settings that differ from the presets."""
-        return changed_settings(self.record)
+        return changed_settings(self.record["config"])
 
     @property
     def addon_changes(self) -> dict[str, Any]:
@@ -112,7 +113,9 @@ class Group:
     @property
     def label(self) -> str:
         """`PODNet + IVT (interval 5)`."""
-        changes = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in self.first.addon_changes.items())
+        changes = ", ".join(
+            f"{key.partition('.')[2]} {yaml_value(value)}" for key, value in self.first.addon_changes.items()
+        )
         return style.label(self.name) + (f" ({changes})" if changes else "")
 
     @property
@@ -172,11 +175,6 @@ class Panel:
         changes = self.first.first.host_changes
         parts = [self.first.stream.slug, self.host] + ([digest(changes)[:6]] if changes else [])
         return "-".join(parts)
-
-
-def settings_text(changes: Mapping[str, Any]) -> str:
-    """`podnet.memory=5, ivt.interval=1`."""
-    return ", ".join(f"{key}={value}" for key, value in changes.items())
 
 
 def load(paths: Sequence[Path]) -> list[Entry]:

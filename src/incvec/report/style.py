@@ -30,7 +30,7 @@ def label(name: str) -> str:
 
 
 def dataset(name: str) -> str:
-    return {"cifar100": "CIFAR-100"}.get(name, name)
+    return style.dataset(name)
 
 
 def hollow(name: str) -> bool:
