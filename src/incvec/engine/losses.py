@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,14 @@ def fetch_history(loop: StageLoop, ranks: Ranks, epoch: int) -> History:
     return History(epoch, host, done)
 
 
-def first_bad(history: History) -> tuple[int, int] | None:
-    """Step and term of the first value that is not finite."""
+def first_bad(history: History, terms: Sequence[str]) -> tuple[str, str] | None:
+    """What the first value that is not finite is, and when it was seen; none where all are."""
     bad = (~history.values.isfinite()).nonzero()
-    return None if len(bad) == 0 else (int(bad[0][0]), int(bad[0][1]))
+    if len(bad) == 0:
+        return None
+    step, term = bad[0].tolist()
+    what = f"loss term {terms[term]!r} became {history.values[step, term].item()}"
+    return what, f"epoch {history.epoch + 1}, step {step + 1}"
 
 
 def check_weights(parameters: Mapping[str, nn.Parameter], task: Task, stage: Stage) -> None:

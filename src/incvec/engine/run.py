@@ -35,7 +35,7 @@ from incvec.engine.seeds import derive
 from incvec.engine.shared import BaseFile, Lock, base_key
 from incvec.engine.speed import speed_up
 from incvec.engine.stage import StageLoop
-from incvec.errors import CheckpointError, ConfigError, TrainingError
+from incvec.errors import CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.records import read_record
 
@@ -58,7 +58,6 @@ class Run:
         self.parts: Parts
         self.estimate: Estimate
         self.base: BaseFile | None = None
-        self._plans: dict[int, list[Stage]] = {}
         self._saver = Saver(self.checkpoint_path, self.device)
         self._clock = time.monotonic()
         self._later_notice = ""
@@ -109,7 +108,9 @@ class Run:
             return
         self.parts = build(self.config, self.dataset, self.generator, self.device)
         self.estimate = Estimate(self.parts.tasks, self._plan, len(self.parts.world.train.labels))
-        self._check_ranks()
+        self.ranks.check([stage for task in self.parts.tasks for stage in self._plan(task)])
+        if self.parts.engine == "graph" and not self.ranks.captures:
+            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
         if self.ranks.is_first and not self._lock.acquire():
             raise CheckpointError(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
         try:
@@ -136,18 +137,6 @@ class Run:
             if self.base is not None:
                 self.base.release()
             self._lock.release()
-
-    def _check_ranks(self) -> None:
-        """Before anything is trained: each rank takes an equal part of every batch."""
-        size = self.ranks.size
-        for stage in [s for task in self.parts.tasks for s in self._plan(task)] if size > 1 else []:
-            if stage.optimiser is not None and stage.batch_size % size:
-                raise ConfigError(
-                    f"stage {stage.name!r} of {stage.owner or self.config.method} has batches of {stage.batch_size}, "
-                    f"which {size} ranks cannot share equally. Choose a batch size that divides by {size}."
-                )
-        if self.parts.engine == "graph" and not self.ranks.captures:
-            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
 
     def _join(self) -> None:
         """All ranks are at the same place; what they write from here on is the first one's."""
@@ -204,15 +193,7 @@ class Run:
     # A task ---------------------------------------------------------------------------------------------
 
     def _plan(self, task: Task) -> list[Stage]:
-        if task.index not in self._plans:
-            own = self.parts.method.stages(task)
-            stages = own
-            for addon in self.parts.addons:
-                stages = addon.plan(task, list(stages))
-            if task.index == 0 and stages[: len(own)] != own:
-                raise TrainingError("an add-on changed the base task's own stages; it may only append to them.")
-            self._plans[task.index] = stages
-        return self._plans[task.index]
+        return self.parts.plan(task)
 
     def _listeners(self, task: Task, stage: Stage | None = None) -> list[Any]:
         """Add-ons that hear of this: all of them, except in the base task's own stages."""
@@ -384,22 +365,19 @@ class Run:
     ) -> Iterator[ev.Event]:
         while not history.arrived():
             yield ev.Tick(waiting=True)
-        epoch, values, bad = history.epoch, history.values, first_bad(history)
-        if bad is not None:
-            step, term = bad
+        if bad := first_bad(history, loop.terms):
             self._saver.wait()
             known = self.checkpoint_path.exists()
             saved = f"the last good checkpoint is {self.checkpoint_path}" if known else "nothing had been saved yet"
             raise TrainingError(
-                f"loss term {loop.terms[term]!r} became {values[step, term].item()} in task {task.index + 1}, "
-                f"stage {stage.name!r}, epoch {epoch + 1}, step {step + 1}; {saved}. A smaller learning rate or "
-                "--set precision=fp32 may help."
+                f"{bad[0]} in task {task.index + 1}, stage {stage.name!r}, {bad[1]}; {saved}. "
+                "A smaller learning rate or --set precision=fp32 may help."
             )
-        terms = dict(zip(loop.terms, values.mean(0).tolist(), strict=True))
+        terms = dict(zip(loop.terms, history.values.mean(0).tolist(), strict=True))
         for name, value in terms.items():
             log["terms"].setdefault(name, []).append(float(f"{value:.5g}"))
-        fraction, left = self.estimate.at(task, stage, epoch + 1)
-        yield ev.EpochEnded(task.index, stage.name, epoch + 1, stage.epochs, terms, fraction, left)
+        fraction, left = self.estimate.at(task, stage, history.epoch + 1)
+        yield ev.EpochEnded(task.index, stage.name, history.epoch + 1, stage.epochs, terms, fraction, left)
 
     # State ----------------------------------------------------------------------------------------------
 
