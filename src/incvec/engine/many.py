@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ class Failed(ev.Event):
     error: Exception
 
 
-def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Iterator[tuple[int, ev.Event]]:
+def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int, ev.Event], None, None]:
     """Turn the runs, at most `at_once` of them at work at a time; yields each event with its run's number.
 
     A run that waits for a base which another one trains takes no place. One that finds the device's memory full

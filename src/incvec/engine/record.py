@@ -36,7 +36,7 @@ class Progress:
         for row in self.losses:
             if row["task"] == task.index and row["stage"] == stage.name:
                 return row
-        row = {"task": task.index, "stage": stage.name, "terms": {}, "seconds": 0.0}
+        row = {"task": task.index, "stage": stage.name, "terms": {}, "capture_seconds": 0.0, "seconds": 0.0}
         self.losses.append(row)
         return row
 

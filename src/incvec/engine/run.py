@@ -287,10 +287,12 @@ class Run:
         loop = self.loop
         loop.set_mode(self.config.sync_batchnorm)
         lane = (f"rank {self.ranks.rank} of {self.ranks.size}",) if loop.sharded else ()  # its samples, its draws
+        log = self.progress.losses_of(task, stage)
+        began = time.monotonic()
         yield from self._speed_up(loop)
+        log["capture_seconds"] = round(log.get("capture_seconds", 0.0) + time.monotonic() - began, 3)
         self.estimate.saw(task, stage, len(loop.rows))
         yield ev.StageStarted(task.index, stage.name, stage.epochs, self.position[2], len(loop.rows), loop.steps)
-        log = self.progress.losses_of(task, stage)
         pending: History | None = None
         began = time.monotonic()
         for epoch in range(self.position[2], stage.epochs):
