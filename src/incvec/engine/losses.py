@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +40,17 @@ def fetch_history(loop: StageLoop, ranks: Ranks, epoch: int) -> History:
     return History(epoch, host, done)
 
 
-def first_bad(history: History, terms: Sequence[str]) -> tuple[str, str] | None:
-    """What the first value that is not finite is, and when it was seen; none where all are."""
-    bad = (~history.values.isfinite()).nonzero()
-    if len(bad) == 0:
-        return None
-    step, term = bad[0].tolist()
-    what = f"loss term {terms[term]!r} became {history.values[step, term].item()}"
-    return what, f"epoch {history.epoch + 1}, step {step + 1}"
+def read_terms(history: History, names: Sequence[str], where: str, saved: Callable[[], str]) -> dict[str, float]:
+    """The epoch's mean of each term; an error names the first value that is not finite, and what is left."""
+    values = history.values
+    bad = (~values.isfinite()).nonzero()
+    if len(bad):
+        step, term = bad[0].tolist()
+        raise TrainingError(
+            f"loss term {names[term]!r} became {values[step, term].item()} in {where}, epoch {history.epoch + 1}, "
+            f"step {step + 1}; {saved()}. A smaller learning rate or --set precision=fp32 may help."
+        )
+    return dict(zip(names, values.mean(0).tolist(), strict=True))
 
 
 def check_weights(parameters: Mapping[str, nn.Parameter], task: Task, stage: Stage) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,15 @@ from incvec.engine.checkpoints import Position, Saver
 from incvec.engine.estimate import Estimate
 from incvec.engine.evaluate import correct_by_class, deployed
 from incvec.engine.files import read_tensors, sweep_temporaries, write_bytes, write_tensors
-from incvec.engine.losses import History, check_weights, fetch_history, first_bad
+from incvec.engine.losses import History, check_weights, fetch_history, read_terms
 from incvec.engine.ranks import ALONE, Ranks
 from incvec.engine.record import Progress, accuracy_matrix, make_record, task_counts
 from incvec.engine.restore import grow, restore
 from incvec.engine.seeds import derive
 from incvec.engine.shared import BaseFile, Lock, base_key
-from incvec.engine.speed import speed_up
+from incvec.engine.speed import Way, speed_up
 from incvec.engine.stage import StageLoop
+from incvec.engine.trouble import explained, gpu_trouble
 from incvec.errors import CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.records import read_record
@@ -62,6 +63,8 @@ class Run:
         self._clock = time.monotonic()
         self._later_notice = ""
         self._lock = Lock(out / ".lock")
+        self._slower: set[Way] = set()  # what could not be compiled or captured
+        self.crowded: Callable[[], bool] = lambda: False  # whether other runs hold memory that will come free
 
     def _new_generators(self) -> torch.Generator:
         """Those that a step draws from; returns that of the views."""
@@ -92,13 +95,17 @@ class Run:
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         try:
             while True:
-                with torch.cuda.stream(stream):  # does nothing where there is none
+                with explained(self.device, self._where()), torch.cuda.stream(stream):  # none on a CPU
                     event = next(inner, None)
                 if event is None:
                     return
                 yield event
         finally:
             inner.close()
+
+    def _where(self) -> str:
+        task, stage, _ = self.position
+        return f"in task {task + 1}, stage {stage + 1} of {self.name}"
 
     def _events(self) -> Generator[ev.Event, None, None]:
         if self.record_path.exists():
@@ -116,9 +123,9 @@ class Run:
         try:
             resumed = self._resume()
             self._join()
-            if self._later_notice:
-                self.progress.note(self._later_notice)
-                yield ev.Notice(self._later_notice)
+            for text in self._notices():
+                self.progress.note(text)
+                yield ev.Notice(text)
             yield ev.Started(self.name, len(self.parts.tasks), self.parts.engine, str(self.device), resumed)
             yield from self._reach_base()
             while self.position[0] < len(self.parts.tasks):
@@ -169,6 +176,13 @@ class Run:
             self._load(checkpoints.trained_of(tensors), meta)
             return f"snapshot {self.config.start}"
         return None
+
+    def _notices(self) -> Iterator[str]:
+        """What is to be said before anything is trained."""
+        if self._later_notice:
+            yield self._later_notice
+        if self.config.device == "auto" and (trouble := gpu_trouble()):
+            yield f"training on the CPU, since the GPU cannot be used: {trouble}"
 
     def _reach_base(self) -> Iterator[ev.Event]:
         """Load the shared base where there is one, wait where another run trains it, or take its lock.
@@ -358,7 +372,8 @@ class Run:
         for addon in loop.addons:
             addon.begin_epoch(self.parts.method.task, loop.stage, self.position[2] + 1)
         live = {**self._tensors(addons=False), **loop.parameters}
-        for text in speed_up(loop, live, self._saver.wait, self._new_generators, self.ranks):
+        quiet, renew = self._saver.wait, self._new_generators
+        for text in speed_up(loop, live, quiet, renew, self._slower, self.crowded, self.ranks):
             self.progress.note(text)
             yield ev.Notice(text)
 
@@ -367,15 +382,7 @@ class Run:
     ) -> Iterator[ev.Event]:
         while not history.arrived():
             yield ev.Tick(waiting=True)
-        if bad := first_bad(history, loop.terms):
-            self._saver.wait()
-            known = self.checkpoint_path.exists()
-            saved = f"the last good checkpoint is {self.checkpoint_path}" if known else "nothing had been saved yet"
-            raise TrainingError(
-                f"{bad[0]} in task {task.index + 1}, stage {stage.name!r}, {bad[1]}; {saved}. "
-                "A smaller learning rate or --set precision=fp32 may help."
-            )
-        terms = dict(zip(loop.terms, history.values.mean(0).tolist(), strict=True))
+        terms = read_terms(history, loop.terms, f"task {task.index + 1}, stage {stage.name!r}", self._last_good)
         for name, value in terms.items():
             log["terms"].setdefault(name, []).append(float(f"{value:.5g}"))
         fraction, left = self.estimate.at(task, stage, history.epoch + 1)
@@ -407,6 +414,11 @@ class Run:
 
     def _seconds(self) -> float:
         return round(self.progress.seconds + time.monotonic() - self._clock, 3)
+
+    def _last_good(self) -> str:
+        self._saver.wait()
+        known = self.checkpoint_path.exists()
+        return f"the last good checkpoint is {self.checkpoint_path}" if known else "nothing had been saved yet"
 
     def _save_due(self) -> bool:
         return self.ranks.is_first and self._saver.due()
