@@ -1,6 +1,6 @@
 """Every draw inside a step differs from step to step, captured as well as eager: those of the views and of the losses.
 
-The learning rates are zero and the rows the same, so that nothing but draws can change a loss term.
+The learning rates are zero, the rows the same and statistics put back, so that nothing but draws can change a term.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ def at_stage(run: Run, name: str) -> Iterator[StageLoop]:
 def steps(run: Run, loop: StageLoop, fixed: tuple[bool, bool]) -> torch.Tensor:
     """Loss terms of some steps on the same rows; `fixed`: whether views and losses draw the same every time."""
     found = []
+    buffers = {buffer: buffer.clone() for buffer in loop.method.buffers()}
     for number in range(STEPS):
         for generator, same in zip((loop.views_generator, run.generator), fixed, strict=True):
             if same or number == 0:
                 generator.manual_seed(7)
         loop.cursor.zero_()
+        for buffer, value in buffers.items():
+            buffer.copy_(value)
         wait()
         (loop.replay or loop.step)()
         wait()
@@ -76,9 +79,8 @@ def all_differ(terms: torch.Tensor) -> bool:
 @pytest.mark.parametrize("method", ["finetune", *DRAWING])
 def test_draws_of_a_step(method: str, engine: str, few: Dataset, tmp_path: Path) -> None:
     device = "cuda" if engine == "graph" else "cpu"
-    given = quick(
-        method, base_classes=4, engine=engine, device=device, precision="fp32", **{method: {"brightness": 0.2}}
-    )
+    own = {"brightness": 0.2, **DRAWING.get(method, {})}
+    given = quick(method, base_classes=4, engine=engine, device=device, precision="fp32", **{method: own})
     run = make_run(few, tmp_path / "run", given)
     with at_stage(run, "main") as loop:
         assert all_alike(steps(run, loop, (True, True)))
