@@ -67,12 +67,12 @@ def steps(run: Run, loop: StageLoop, fixed: tuple[bool, bool]) -> torch.Tensor:
 
 
 def all_alike(terms: torch.Tensor) -> bool:
-    return bool(torch.isclose(terms, terms[:1], rtol=1e-5, atol=1e-7).all())
+    return bool(torch.isclose(terms, terms[:1], rtol=1e-4, atol=1e-7).all())
 
 
 def all_differ(terms: torch.Tensor) -> bool:
     """Each step has a term that is unlike that of every other step."""
-    return all(not torch.isclose(a, b, rtol=1e-4, atol=1e-7).all() for a, b in itertools.combinations(terms, 2))
+    return all(not torch.isclose(a, b, rtol=2e-4, atol=1e-7).all() for a, b in itertools.combinations(terms, 2))
 
 
 @pytest.mark.parametrize("engine", ["eager", pytest.param("graph", marks=gpu)])
