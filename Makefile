@@ -1,5 +1,6 @@
 # make demo    the main job on embedded data, on a CPU
 # make test    style, types and tests
+# make bench   small versions of all benchmarks, on a CPU
 # Each makes its own environment in .venv and installs what it needs.
 
 PYTHON ?= python3
@@ -33,9 +34,13 @@ test-all: $(VENV)/dev
 	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
 
 bench: $(VENV)/lab
-	$(BIN)/python benchmarks/ivt_overhead.py
+	$(BIN)/python benchmarks/ivt_overhead.py --repeats 2
 	$(BIN)/python benchmarks/throughput.py --small
 	$(BIN)/python benchmarks/lab_speed.py --small
+	$(BIN)/python benchmarks/profile_step.py --small
+	$(BIN)/python benchmarks/engine_accuracy.py --small
+	$(BIN)/python benchmarks/complete_run.py --small
+	$(BIN)/python benchmarks/packing.py --images 500
 
 # The pictures in results/figures, from the numbers that lie beside them, and every page made from the records.
 figures: $(VENV)/lab

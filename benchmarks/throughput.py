@@ -1,104 +1,315 @@
-"""Images trained a second, by engine, number of runs at once, and stage; ratios measured in one run.
+"""Images trained a second, by engine, number of runs at once, stage and add-ons; ratios measured in one run.
 
     python benchmarks/throughput.py --json results/benchmarks/throughput.json      # on a CUDA device
     python benchmarks/throughput.py --small                                        # a CPU will do
 
-Images are random: speed does not depend on what they show.
+PODNet, ResNet-32, batch 128, random images. The parts, of which `--parts` names some:
+
+- one, eight: base task and increment (of 10 classes, with teacher), without and with IVT; `two` and `four` on request;
+- ivt: IVT on against off in the increment, as the median ratio of times: two runs take turns in one process, ten
+  epochs with one teleport each, and no checkpoint within the stage;
+- tasks: increments of 2 classes against increments of 10, everything counted that lies between the end of the base and
+  the end of the last increment: balanced stages, herding, capture, evaluation, files. The paper's 160 and 20 epochs,
+  for the first increments only;
+- eager: the same step uncaptured; plain: a loop as people write it (`plain_loop.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from functools import partial
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Report, Row, one_thread, pick_device, settings, synchronise, turned
+from measuring import random_images as random_images
 
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run
 from incvec.presets import resolve
-from incvec.records import environment
+
+PARTS = ("one", "ivt", "eight", "tasks", "eager", "plain")
+COUNTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
+INTERVAL = 10  # epochs between teleports, hence those of a turn
+
+Mark = tuple[float, int]  # when an epoch had ended, and its images
 
 
-def random_images(small: bool) -> Dataset:
-    """As many images as CIFAR-100 has, or a handful."""
-    generator = torch.Generator().manual_seed(0)
-    per_class, side, classes = (20, 8, 10) if small else (500, 32, 100)
-    images = torch.randint(0, 256, (per_class * classes, 3, side, side), dtype=torch.uint8, generator=generator)
-    labels = torch.arange(classes).repeat_interleave(per_class)
-    norms = {"default": ((0.5,) * 3, (0.25,) * 3)}
-    names = tuple(f"class {c}" for c in range(classes))
-    kept = torch.arange(0, len(images), 10)
-    return Dataset("random", images, labels, images[kept], labels[kept], names, 4, True, "random", norms)
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    base_epochs: int
+    epochs: int
+    turns: int  # of each run, in the part ivt
+    tasks: tuple[int, int]  # increments in all, of the two runs in the part tasks
+    increments: tuple[int, int]  # and how many of them are measured
+    task_epochs: int
+    balance_epochs: int
+    plain_seconds: float
 
 
-def measure(data: Dataset, runs: int, engine: str, addons: list[str], epochs: int, small: bool) -> list[dict[str, Any]]:
-    """Train the base and one increment in every run, and time the epochs once all runs are in the same stage."""
-    given: dict[str, Any] = {
-        "method": "podnet", "dataset": "digits" if small else "cifar100", "engine": engine, "addons": addons,
-        "base_classes": len(data.class_names) // 2, "tasks": 1,
-        "podnet": {"epochs": epochs, "balance_epochs": 1, "normalisation": "default"},
-    }  # fmt: skip
-    marks: dict[str, list[tuple[float, int, int]]] = {"base": [], "increment": []}
-    rows: dict[tuple[int, str], int] = {}
+LARGE = Size(8, 24, 5, (25, 5), (2, 1), 160, 20, 5.0)
+SMALL = Size(4, 4, 2, (5, 1), (2, 1), 3, 1, 0.2)
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def rate(marks: Sequence[Sequence[Mark]]) -> float | None:
+    """Images a second of all runs together, while all of them were in the stage; between marks a run is steady."""
+    first, last = max(own[0][0] for own in marks), min(own[-1][0] for own in marks)
+    if last <= first:
+        return None
+    total = 0.0
+    for own in marks:
+        for (before, _), (after, images) in itertools.pairwise(own):
+            inside = min(after, last) - max(before, first)
+            total += images * max(inside, 0.0) / (after - before)
+    return total / (last - first)
+
+
+def measure(data: Dataset, given: dict[str, Any], runs: int) -> Iterator[Row]:
+    """Base task and first increment of every run, all runs at once."""
+    epochs = given["podnet"]["epochs"]
+    images: dict[tuple[int, int], int] = {}
+    marks: list[dict[int, list[Mark]]] = [{0: [], 1: []} for _ in range(runs)]
     with tempfile.TemporaryDirectory() as folder:
         many = [Run(resolve({**given, "seed": seed}), data, Path(folder) / str(seed)) for seed in range(runs)]
-        makers = [partial(lambda run: run, run) for run in many]
-        for number, event in turn(makers, runs):
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, ev.StageStarted):
-                rows[(number, event.stage)] = event.steps * many[number].config.sections["podnet"]["batch_size"]
-            if isinstance(event, ev.EpochEnded) and event.stage == "main" and event.task < 2:
-                stage = "base" if event.task == 0 else "increment"
-                marks[stage].append((time.monotonic(), number, rows[(number, "main")]))
-    found = []
-    for stage, points in marks.items():
-        last_start = max(next(t for t, n, _ in points if n == number) for number in range(runs))
-        first_end = min([t for t, n, _ in points if n == number][-1] for number in range(runs))
-        inside = [(t, size) for t, _, size in points if last_start < t <= first_end]
-        images = sum(size for _, size in inside)
-        seconds = first_end - last_start
-        found.append(
-            {
-                "engine": engine,
-                "runs": runs,
-                "stage": stage,
-                "addons": addons,
-                "images_per_second": round(images / seconds) if seconds > 0 else None,
-            }
-        )
-    return found
+        with closing(turn([lambda run=run: run for run in many], runs)) as events:  # type: ignore[misc]
+            for number, event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+                loop = many[number].loop
+                if isinstance(event, ev.StageStarted) and loop is not None:
+                    images[(number, event.task)] = loop.steps * loop.batch
+                if isinstance(event, ev.EpochEnded) and event.task < 2:  # one may be ahead of the others
+                    marks[number][event.task].append((time.perf_counter(), images[(number, event.task)]))
+                if min(len(own[1]) for own in marks) == epochs:
+                    synchronise()
+                    break
+        notices = sorted({text for run in many for text in run.progress.notices})
+    for task, stage in enumerate(("base", "increment")):
+        found = rate([own[task] for own in marks])
+        yield {
+            "engine": many[0].parts.engine,
+            "runs": runs,
+            "stage": stage,
+            "addons": given["addons"],
+            "images_per_second": None if found is None else round(found),
+            "epochs": len(marks[0][task]),
+            **({"notices": notices} if notices else {}),
+        }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a small network and few images")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--runs", type=int, nargs="*", default=[1, 8])
+# IVT on against off ---------------------------------------------------------------------------------------------
+
+
+def increment_of(run: Run) -> Generator[ev.Event, None, None]:
+    """The run's events from where its first increment's epochs begin; no checkpoint within the stage."""
+    run._save_due = lambda: False  # type: ignore[method-assign]
+    events = turned(run.events())
+    for event in events:
+        if isinstance(event, ev.StageStarted) and event.task == 1:
+            return events
+    raise RuntimeError("the run has no increment")
+
+
+def ten_epochs(events: Iterator[ev.Event]) -> float:
+    """Seconds of the next ten epochs. The engine is one epoch ahead of what it tells, before as after."""
+    synchronise()
+    began = time.perf_counter()
+    seen = 0
+    while seen < INTERVAL:
+        seen += isinstance(next(events), ev.EpochEnded)
+    synchronise()
+    return time.perf_counter() - began
+
+
+def compare_ivt(data: Dataset, small: bool, engine: str, size: Size) -> tuple[list[Row], dict[str, Any]]:
+    """Rows without and with IVT, and the median ratio of times."""
+    epochs = INTERVAL * (size.turns + 1) + 1
+    seconds: list[list[float]] = [[], []]
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            Run(
+                resolve(settings(small, addons, engine, base_epochs=1, epochs=epochs)),
+                data, Path(folder) / str(number), Path(folder) / "bases",
+            )
+            for number, addons in enumerate(([], ["ivt"]))
+        ]  # fmt: skip
+        both = [increment_of(run) for run in runs]
+        loop = runs[0].loop
+        assert loop is not None
+        steps, batch = INTERVAL * loop.steps, loop.batch
+        for events in both:
+            ten_epochs(events)
+        for number in range(size.turns):
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                seconds[which].append(ten_epochs(both[which]))
+        for events in both:
+            events.close()
+    rows = [
+        {
+            "engine": engine,
+            "runs": 1,
+            "stage": "increment",
+            "addons": addons,
+            "images_per_second": round(steps * batch / statistics.median(own)),
+            "part": "ivt",
+            "milliseconds_a_step": round(1e3 * statistics.median(own) / steps, 4),
+            "seconds": [round(value, 4) for value in own],
+        }
+        for addons, own in zip(([], ["ivt"]), seconds, strict=True)
+    ]
+    ratios = [on / off for off, on in zip(*seconds, strict=True)]
+    median = round(statistics.median(ratios), 5)
+    return rows, {"median": median, "all": [round(ratio, 5) for ratio in ratios], "turns_of_epochs": INTERVAL}
+
+
+# Small tasks against large ones ---------------------------------------------------------------------------------
+
+
+def increments(
+    data: Dataset, given: dict[str, Any], count: int, folder: Path, bases: Path
+) -> tuple[int, float, list[str]]:
+    """Images trained in the first `count` increments, and seconds from the end of the base to the end of the last."""
+    run = Run(resolve(given), data, folder, bases)
+    images, began, done = 0, 0.0, -1
+    events = turned(run.events())
+    for event in events:
+        if isinstance(event, ev.StageStarted) and event.task > 0 and run.loop is not None:
+            images += event.epochs * run.loop.steps * run.loop.batch
+        if isinstance(event, ev.TaskEnded):
+            done = event.task
+        if isinstance(event, ev.Saved) and done == 0 and not began:  # the task's checkpoint follows its evaluation
+            synchronise()
+            began = time.perf_counter()
+        if isinstance(event, ev.Saved) and done == count:
+            break
+    events.close()  # waits for the file that is being written
+    synchronise()
+    return images, time.perf_counter() - began, run.progress.notices
+
+
+def compare_tasks(data: Dataset, small: bool, engine: str, size: Size) -> tuple[list[Row], float]:
+    """Rows of the two numbers of increments, and the ratio of their images a second."""
+    rows: list[Row] = []
+    addons = ["ivt"]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        short = settings(small, addons, engine, base_epochs=1, epochs=1, balance_epochs=1)
+        increments(data, short, 1, folder / "warm", folder / "bases")  # compiles what both need
+        options = {"base_epochs": 1, "epochs": size.task_epochs, "balance_epochs": size.balance_epochs}
+        for tasks, count in zip(size.tasks, size.increments, strict=True):
+            free()
+            given = {**settings(small, addons, engine, **options), "tasks": tasks}
+            images, seconds, notices = increments(data, given, count, folder / str(tasks), folder / "bases")
+            rows.append(
+                {
+                    "engine": engine,
+                    "runs": 1,
+                    "stage": "increment",
+                    "addons": addons,
+                    "images_per_second": round(images / seconds),
+                    "part": "tasks",
+                    "tasks": tasks,
+                    "increments": count,
+                    "epochs": [size.task_epochs, size.balance_epochs],
+                    "seconds": round(seconds, 3),
+                    **({"notices": notices} if notices else {}),
+                }
+            )
+    return rows, round(rows[0]["images_per_second"] / rows[1]["images_per_second"], 4)
+
+
+# All of it ------------------------------------------------------------------------------------------------------
+
+
+def plain(small: bool, seconds: float) -> list[Row]:
+    """The plain loop in a process of its own, since its workers are forked."""
+    program = Path(__file__).with_name("plain_loop.py")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plain.json"
+        command = [sys.executable, str(program), "--seconds", str(seconds), "--json", str(file)]
+        subprocess.run([*command, *(["--small"] if small else [])], check=True, stdout=subprocess.DEVNULL)
+        rows: list[Row] = json.loads(file.read_text())["rows"]
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a small network and few images, for a CPU")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated, in this order")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = random_images(arguments.small)
-    rows: list[dict[str, Any]] = []
-    cases: list[tuple[str, int, list[str]]] = []
-    if device.type == "cuda":
-        for runs in arguments.runs:
-            cases += [("graph", runs, []), ("graph", runs, ["ivt"])]
-    cases += [("eager", 1, []), ("eager", 1, ["ivt"])]
-    for engine, runs, addons in cases:
-        rows += measure(data, runs, engine, addons, arguments.epochs, arguments.small)
-        for row in rows[-2:]:
-            print(row, flush=True)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"rows": rows, "environment": environment(device)}, indent=1) + "\n")
+    given = parser.parse_args(arguments)
+    parts = given.parts.split(",")
+    unknown = sorted(set(parts) - {*PARTS, *COUNTS})
+    if unknown:
+        parser.error(f"there is no part {', '.join(unknown)}; expected some of {', '.join([*PARTS, 'two', 'four'])}")
+    size = SMALL if given.small else LARGE
+    device = pick_device()
+    engine = "graph" if device.type == "cuda" else "eager"
+    data = random_images(given.small, device)
+    report = Report(given.json, "throughput.py", arguments, batch=32 if given.small else 128, ratios={})
+    clock = time.perf_counter()
+
+    def case(runs: int, engine: str, addons: list[str], base_epochs: int, epochs: int, **more: Any) -> None:
+        free()
+        for row in measure(
+            data, settings(given.small, addons, engine, base_epochs=base_epochs, epochs=epochs) | more, runs
+        ):
+            report.add(row)
+
+    def ratio(**found: Any) -> None:
+        report.put(ratios={**report.content["ratios"], **found})
+
+    with one_thread(given.small):
+        for part in parts:
+            free()
+            if part in COUNTS:
+                shorter = 1 if part == "one" else 2  # many runs make more images an epoch
+                for addons in ([], ["ivt"]):
+                    case(
+                        COUNTS[part],
+                        engine,
+                        addons,
+                        max(3, size.base_epochs // shorter),
+                        max(3, size.epochs // shorter),
+                    )
+            elif part == "eager":
+                for addons in ([], ["ivt"]):
+                    case(1, "eager", addons, 3, 3, base_classes=5 if given.small else 10)
+            elif part == "ivt":
+                rows, found = compare_ivt(data, given.small, engine, size)
+                for row in rows:
+                    report.add(row)
+                ratio(ivt_on_against_off=found)
+            elif part == "tasks":
+                rows, share = compare_tasks(data, given.small, engine, size)
+                for row in rows:
+                    report.add(row)
+                ratio(small_tasks_against_large=share)
+            elif part == "plain":
+                for row in plain(given.small, size.plain_seconds):
+                    report.add(row)
+            report.put(seconds=round(time.perf_counter() - clock, 1))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ class TrainingError(IncvecError):
     """Training that cannot go on: a loss or a feature that is not finite."""
 
 
+class DeviceFull(TrainingError):
+    """A device whose memory does not suffice; with fewer runs beside it, it might."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """The tail of an error message, `" Did you mean 'podnet'?"`, or nothing where no choice is close."""
     by_lower = {choice.lower(): choice for choice in choices}

@@ -19,6 +19,7 @@ from incvec.engine.build import check_names, pick_device
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run
 from incvec.engine.sweep import default_at_once, read_sweep
+from incvec.engine.trouble import explained
 from incvec.errors import ConfigError, IncvecError, nearest
 from incvec.presets import changed_settings, resolve, run_name, sweeps
 from incvec.report.tables import duration
@@ -128,9 +129,10 @@ def sweep(
     for _, config in planned:
         if data_key(config) not in data:
             loaded = load_dataset(config.dataset, data_root, **config.data_options())
-            data[data_key(config)] = replace(  # one copy on the device for all runs
-                loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
-            )
+            with explained(device, f"before the images of {config.dataset} lay there", "Another device may help."):
+                data[data_key(config)] = replace(  # one copy on the device for all runs
+                    loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
+                )
 
     def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
         return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")

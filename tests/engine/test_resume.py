@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from incvec.data import Dataset
+from incvec.engine import checkpoints
 from incvec.engine import events as ev
-from incvec.engine import run as run_module
 from incvec.engine.run import Run, finish
 from incvec.methods import METHODS, find_method
 from incvec.presets import resolve
@@ -180,7 +180,7 @@ def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monk
     real = os.replace
     out = tmp_path / "broken"
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "SAVING_SHARE", 0)
+        patch.setattr(checkpoints, "SAVING_SHARE", 0)
         patch.setattr("incvec.engine.files.os.replace", torn)
         for _ in range(40):
             try:

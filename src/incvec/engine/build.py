@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +16,10 @@ import torch
 import incvec
 from incvec.addons import find_addon
 from incvec.config import RunConfig
-from incvec.contracts import AddOn, Method, Task, World
+from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
 from incvec.engine.seeds import derive
-from incvec.errors import ConfigError
+from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
 
 
@@ -35,6 +35,19 @@ class Parts:
     order: list[int]
     engine: str  # "eager" or "graph"
     precision: str
+    plans: dict[int, list[Stage]] = field(default_factory=dict)
+
+    def plan(self, task: Task) -> list[Stage]:
+        """The task's stages: the method's, changed by the add-ons in their order."""
+        if task.index not in self.plans:
+            own = self.method.stages(task)
+            stages = own
+            for addon in self.addons:
+                stages = addon.plan(task, list(stages))
+            if task.index == 0 and stages[: len(own)] != own:
+                raise TrainingError("an add-on changed the base task's own stages; it may only append to them.")
+            self.plans[task.index] = stages
+        return self.plans[task.index]
 
 
 def pick_device(name: str, local: int | None = None) -> torch.device:

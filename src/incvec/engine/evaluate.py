@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from incvec.contracts import Method, Source, Task, World
+from incvec.contracts import AddOn, Method, Source, Task, World
 from incvec.engine.ranks import ALONE, Ranks
 
 CHUNK = 500
@@ -38,3 +41,18 @@ def correct_by_class(
             total = counts.setdefault(name, torch.zeros(task.n_seen, device=rows.device))
             total.index_add_(0, batch.labels, right)
     return {name: [int(value) for value in ranks.sum_(total).tolist()] for name, total in counts.items()}
+
+
+@contextmanager
+def deployed(method: Method, addons: Sequence[AddOn], task: Task) -> Iterator[dict[str, Tensor]]:
+    """Within it the model has the weights to evaluate, where an add-on deploys others than it trains; yields these."""
+    given = [weights for addon in addons if (weights := addon.deployed(task)) is not None]
+    state = method.model.state_dict(keep_vars=False)
+    kept = {name: state[name].clone() for name in given[-1]} if given else {}
+    with torch.no_grad():
+        for name, weight in given[-1].items() if given else ():
+            state[name].copy_(weight)
+    yield kept
+    with torch.no_grad():
+        for name, weight in kept.items():
+            state[name].copy_(weight)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from incvec.engine import events as ev
 from incvec.engine.run import Run
+from incvec.engine.trouble import free
+from incvec.errors import DeviceFull
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Failed(ev.Event):
     error: Exception
 
 
-def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Iterator[tuple[int, ev.Event]]:
+def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int, ev.Event], None, None]:
     """Turn the runs, at most `at_once` of them at work at a time; yields each event with its run's number.
 
     A run that waits for a base which another one trains takes no place. One that finds the device's memory full
@@ -32,7 +31,14 @@ def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Iterator[tuple[int,
     while queue or active:
         while queue and len(active) - len(blocked) < at_once:
             number = queue.pop(0)
-            active[number] = make[number]().events()
+            try:
+                run = make[number]()
+            except Exception as error:
+                yield number, Failed(error)
+                continue
+            run.crowded = lambda: len(active) - len(blocked) > 1
+            active[number] = run.events()
+            del run
         idle = True
         for number, events in list(active.items()):
             if number in blocked and len(active) - len(blocked) >= at_once:
@@ -46,12 +52,12 @@ def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Iterator[tuple[int,
             except Exception as error:  # one run's trouble is not another's
                 del active[number], events
                 blocked.discard(number)
-                if isinstance(error, torch.OutOfMemoryError) and active:
+                working = len(active) - len(blocked)
+                if isinstance(error, DeviceFull) and working:  # blocked runs will not give theirs back
                     queue.append(number)
-                    at_once = max(1, min(at_once, len(active)))
+                    at_once = min(at_once, working)
                     del error
-                    gc.collect()
-                    torch.cuda.empty_cache()
+                    free()
                     yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
                     continue
                 yield number, Failed(error)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from incvec.contracts import Stage
 from incvec.engine.build import pick_device
 from incvec.errors import ConfigError
 from incvec.nets.resnet import Norm
@@ -51,6 +52,15 @@ class Ranks:
         """Its part of a global batch, which must divide by the number of ranks."""
         local = batch // self.size
         return slice(self.rank * local, (self.rank + 1) * local)
+
+    def check(self, stages: Iterable[Stage]) -> None:
+        """Before anything is trained: each rank takes an equal part of every batch."""
+        for stage in stages:
+            if stage.optimiser is not None and stage.batch_size % self.size:
+                raise ConfigError(
+                    f"stage {stage.name!r} of {stage.owner or 'the method'} has batches of {stage.batch_size}, which "
+                    f"{self.size} ranks cannot share equally. Choose a batch size that divides by {self.size}."
+                )
 
     # Messages: every rank has to make the same calls in the same order ----------------------------------
 

@@ -9,48 +9,36 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from incvec.config import RunConfig, differences
+from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
+from incvec.engine import checkpoints
 from incvec.engine import events as ev
-from incvec.engine.build import Parts, build, code_version, pick_device
-from incvec.engine.evaluate import correct_by_class
-from incvec.engine.files import Writer, read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.engine.build import Parts, build, pick_device
+from incvec.engine.checkpoints import Position, Saver
+from incvec.engine.estimate import Estimate
+from incvec.engine.evaluate import correct_by_class, deployed
+from incvec.engine.files import read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.engine.losses import History, check_weights, fetch_history, read_terms
 from incvec.engine.ranks import ALONE, Ranks
+from incvec.engine.record import Progress, accuracy_matrix, make_record, task_counts
 from incvec.engine.restore import grow, restore
 from incvec.engine.seeds import derive
 from incvec.engine.shared import BaseFile, Lock, base_key
-from incvec.engine.stage import StageLoop, capture
-from incvec.errors import CheckpointError, ConfigError, TrainingError
+from incvec.engine.speed import Way, speed_up
+from incvec.engine.stage import StageLoop
+from incvec.engine.trouble import explained, gpu_trouble
+from incvec.errors import CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
-from incvec.metrics import counts_by_task, matrix_from_counts, summarise
-from incvec.records import FORMAT, environment, read_record
-
-SAVING_SHARE = 20  # a checkpoint is due once 20 times the last write's duration has passed
-
-
-@dataclass
-class Progress:
-    """What a run has to show so far; plain values, kept in the checkpoint's JSON."""
-
-    correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
-    losses: list[dict[str, Any]] = field(default_factory=list)  # a row a stage
-    facts: list[dict[str, Any]] = field(default_factory=list)  # a row a task, from the add-ons
-    task_seconds: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    notices: list[str] = field(default_factory=list)
-    base: dict[str, Any] = field(default_factory=dict)  # whether the base task's weights came from another run
-    ranks: list[int] = field(default_factory=list)  # over how many processes it ran; several where it went on with more
+from incvec.records import read_record
 
 
 class Run:
@@ -64,26 +52,27 @@ class Run:
         self.device = pick_device(config.device, ranks.local)
         self._new_generators()
         self.shuffle_generator = torch.Generator(self.device)
-        self.position = (0, 0, 0)
+        self.position: Position = (0, 0, 0)
         self.progress = Progress()
         self.base_fisher: dict[str, Tensor] | None = None
         self.loop: StageLoop | None = None
         self.parts: Parts
+        self.estimate: Estimate
         self.base: BaseFile | None = None
-        self._plans: dict[int, list[Stage]] = {}
-        self._last_write = (0.0, 0.0)  # when, and how long it took
-        self._writer = Writer()
+        self._saver = Saver(self.checkpoint_path, self.device)
         self._clock = time.monotonic()
         self._later_notice = ""
         self._lock = Lock(out / ".lock")
-        self._work_start: tuple[float, float] | None = None
-        self._rows_seen: dict[tuple[bool, str], float] = {}
+        self._slower: set[Way] = set()  # what could not be compiled or captured
+        self.crowded: Callable[[], bool] = lambda: False  # whether other runs hold memory that will come free
 
-    def _new_generators(self) -> None:
+    def _new_generators(self) -> torch.Generator:
+        """Those that a step draws from; returns that of the views."""
         self.generator = torch.Generator(self.device)
         self.views_generator = torch.Generator(self.device)
         if hasattr(self, "parts"):
             self.parts.world.generator = self.generator
+        return self.views_generator
 
     # Files ----------------------------------------------------------------------------------------------
 
@@ -106,7 +95,7 @@ class Run:
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         try:
             while True:
-                with torch.cuda.stream(stream):  # does nothing where there is none
+                with explained(self.device, self._where()), torch.cuda.stream(stream):  # none on a CPU
                     event = next(inner, None)
                 if event is None:
                     return
@@ -114,28 +103,35 @@ class Run:
         finally:
             inner.close()
 
+    def _where(self) -> str:
+        task, stage, _ = self.position
+        return f"in task {task + 1}, stage {stage + 1} of {self.name}"
+
     def _events(self) -> Generator[ev.Event, None, None]:
         if self.record_path.exists():
             record = read_record(self.record_path)
-            self._same_config(record["config"], self.record_path)
+            checkpoints.check_config(self.config, record["config"], self.record_path)
             yield ev.Finished(record, str(self.record_path), already=True)
             return
         self.parts = build(self.config, self.dataset, self.generator, self.device)
-        self._check_ranks()
+        self.estimate = Estimate(self.parts.tasks, self._plan, len(self.parts.world.train.labels))
+        self.ranks.check([stage for task in self.parts.tasks for stage in self._plan(task)])
+        if self.parts.engine == "graph" and not self.ranks.captures:
+            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
         if self.ranks.is_first and not self._lock.acquire():
             raise CheckpointError(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
         try:
             resumed = self._resume()
             self._join()
-            if self._later_notice:
-                self._note(self._later_notice)
-                yield ev.Notice(self._later_notice)
+            for text in self._notices():
+                self.progress.note(text)
+                yield ev.Notice(text)
             yield ev.Started(self.name, len(self.parts.tasks), self.parts.engine, str(self.device), resumed)
             yield from self._reach_base()
             while self.position[0] < len(self.parts.tasks):
                 yield from self._task(self.parts.tasks[self.position[0]])
-            record = self._record()
-            self._writer.wait()
+            record = make_record(self.config, self.dataset, self.parts, self.progress, self._seconds())
+            self._saver.wait()
             if self.ranks.is_first:
                 write_bytes(self.record_path, (json.dumps(record, indent=1) + "\n").encode())
                 self.checkpoint_path.unlink(missing_ok=True)
@@ -144,22 +140,10 @@ class Run:
         finally:
             self.loop = None
             with contextlib.suppress(CheckpointError):
-                self._writer.wait()
+                self._saver.wait()
             if self.base is not None:
                 self.base.release()
             self._lock.release()
-
-    def _check_ranks(self) -> None:
-        """Before anything is trained: each rank takes an equal part of every batch."""
-        size = self.ranks.size
-        for stage in [s for task in self.parts.tasks for s in self._plan(task)] if size > 1 else []:
-            if stage.optimiser is not None and stage.batch_size % size:
-                raise ConfigError(
-                    f"stage {stage.name!r} of {stage.owner or self.config.method} has batches of {stage.batch_size}, "
-                    f"which {size} ranks cannot share equally. Choose a batch size that divides by {size}."
-                )
-        if self.parts.engine == "graph" and not self.ranks.captures:
-            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
 
     def _join(self) -> None:
         """All ranks are at the same place; what they write from here on is the first one's."""
@@ -182,48 +166,23 @@ class Run:
             sweep_temporaries(self.out / "snapshots")
         if self.checkpoint_path.exists():
             tensors, meta = read_tensors(self.checkpoint_path)
-            self._same_config(meta["config"], self.checkpoint_path)
-            if meta["fingerprint"] != self.dataset.fingerprint:
-                raise CheckpointError(f"{self.checkpoint_path} was made with other images; move it away to start anew.")
-            if meta["code"] != code_version(self.config.method):
-                self._later_notice = "the program has changed since the checkpoint this run goes on from"
+            self._later_notice = checkpoints.check_checkpoint(self.config, self.dataset, meta, self.checkpoint_path)
             self._load(tensors, meta)
             task, stage, epoch = self.position
             return f"task {task + 1}, stage {stage + 1}, epoch {epoch}"
         if self.config.start:
             tensors, meta = read_tensors(Path(self.config.start))
-            self._check_start(meta)
-            trained = {name.removeprefix("trained/"): t for name, t in tensors.items() if name.startswith("trained/")}
-            plain = {name: t for name, t in tensors.items() if not name.startswith("trained/")}
-            self._load(plain | {f"method/model.{name}": t for name, t in trained.items()}, meta)
+            checkpoints.check_start(self.config, self.dataset, self.parts, meta)
+            self._load(checkpoints.trained_of(tensors), meta)
             return f"snapshot {self.config.start}"
         return None
 
-    def _check_start(self, meta: Mapping[str, Any]) -> None:
-        """A run may begin at another's snapshot where both have the same past: network, classes, add-ons."""
-        where = f"{self.config.start} cannot be begun at"
-        if meta.get("kind") != "snapshot":
-            raise CheckpointError(f"{where}: it is not a snapshot of a task.")
-        other, seen = meta["config"], self.parts.tasks[meta["grown"]].n_seen
-        net, method = self.config.sections[self.config.method].get("net"), self.config.method
-        if (other["method"], other.get(other["method"], {}).get("net")) != (method, net):
-            raise CheckpointError(f"{where}: it is of {other['method']}, this run is {method} with {net}.")
-        if meta["class_order"][:seen] != self.parts.order[:seen] or meta["fingerprint"] != self.dataset.fingerprint:
-            raise CheckpointError(f"{where}: its classes so far, or their images, are not this run's.")
-        lacking = [name for name in self.config.addons if name not in other["addons"]]
-        if lacking:
-            raise CheckpointError(
-                f"{where}: its run had no add-on {', '.join(lacking)}, whose memory of the tasks so far is missing. "
-                f"Begin at a snapshot of a run with {', '.join(self.config.addons)}."
-            )
-
-    def _same_config(self, saved: Mapping[str, Any], where: Path) -> None:
-        rows = differences(self.config.resolved(), saved)
-        if rows:
-            raise CheckpointError(
-                f"{where} belongs to another configuration ({'; '.join(rows[:6])}). Choose another --out, or "
-                "give the settings it was made with."
-            )
+    def _notices(self) -> Iterator[str]:
+        """What is to be said before anything is trained."""
+        if self._later_notice:
+            yield self._later_notice
+        if self.config.device == "auto" and (trouble := gpu_trouble()):
+            yield f"training on the CPU, since the GPU cannot be used: {trouble}"
 
     def _reach_base(self) -> Iterator[ev.Event]:
         """Load the shared base where there is one, wait where another run trains it, or take its lock.
@@ -248,15 +207,7 @@ class Run:
     # A task ---------------------------------------------------------------------------------------------
 
     def _plan(self, task: Task) -> list[Stage]:
-        if task.index not in self._plans:
-            own = self.parts.method.stages(task)
-            stages = own
-            for addon in self.parts.addons:
-                stages = addon.plan(task, list(stages))
-            if task.index == 0 and stages[: len(own)] != own:
-                raise TrainingError("an add-on changed the base task's own stages; it may only append to them.")
-            self._plans[task.index] = stages
-        return self._plans[task.index]
+        return self.parts.plan(task)
 
     def _listeners(self, task: Task, stage: Stage | None = None) -> list[Any]:
         """Add-ons that hear of this: all of them, except in the base task's own stages."""
@@ -311,28 +262,20 @@ class Run:
     def _evaluate(self, task: Task) -> Iterator[ev.Event]:
         """Fill one row, from the deployed weights where an add-on deploys others than it trains."""
         method = self.parts.method
-        deployed = [weights for addon in self.parts.addons if (weights := addon.deployed(task)) is not None]
-        state = method.model.state_dict(keep_vars=False)
-        kept = {name: state[name].clone() for name in deployed[-1]} if deployed else {}
-        with torch.no_grad():
-            for name, weight in deployed[-1].items() if deployed else ():
-                state[name].copy_(weight)
-        self._reseed(task.index, "evaluation")
-        method.begin_evaluation(task)
-        self._settle()
-        rows = self.parts.test.rows_of(0, task.n_seen)
-        found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks)
-        for name, counts in found.items():
-            self.progress.correct.setdefault(name, []).append(counts)
-        trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
-        snapshot = {**self._snapshot(), **trained}
-        if self.ranks.is_first:
-            write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", task.index + 1))
-        with torch.no_grad():
-            for name, weight in kept.items():
-                state[name].copy_(weight)
+        with deployed(method, self.parts.addons, task) as kept:
+            self._reseed(task.index, "evaluation")
+            method.begin_evaluation(task)
+            self._settle()
+            rows = self.parts.test.rows_of(0, task.n_seen)
+            found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks)
+            for name, counts in found.items():
+                self.progress.correct.setdefault(name, []).append(counts)
+            trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
+            snapshot = {**checkpoints.snapshot_of(self._tensors()), **trained}
+            if self.ranks.is_first:
+                write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", (task.index + 1, 0, 0)))
         matrix = self.matrix()
-        totals = self._test_counts()
+        totals = task_counts(self.parts)
         weighted = sum(a * n for a, n in zip(matrix[-1], totals, strict=False))
         yield ev.TaskEnded(task.index, weighted / sum(totals[: task.index + 1]), matrix[-1])
 
@@ -358,11 +301,13 @@ class Run:
         loop = self.loop
         loop.set_mode(self.config.sync_batchnorm)
         lane = (f"rank {self.ranks.rank} of {self.ranks.size}",) if loop.sharded else ()  # its samples, its draws
+        log = self.progress.losses_of(task, stage)
+        began = time.monotonic()
         yield from self._speed_up(loop)
-        self._rows_seen[(task.index == 0, stage.name)] = float(len(loop.rows))
+        log["capture_seconds"] = round(log.get("capture_seconds", 0.0) + time.monotonic() - began, 3)
+        self.estimate.saw(task, stage, len(loop.rows))
         yield ev.StageStarted(task.index, stage.name, stage.epochs, self.position[2], len(loop.rows), loop.steps)
-        log = self._loss_log(task, stage)
-        pending: tuple[int, Tensor, Any] | None = None
+        pending: History | None = None
         began = time.monotonic()
         for epoch in range(self.position[2], stage.epochs):
             where = (task.index, stage.name, epoch)
@@ -379,7 +324,7 @@ class Run:
             self.ranks.average_statistics(parts.method)
             for addon in listeners:
                 addon.end_epoch(task, stage, epoch + 1, loop.optimiser)
-            current = (epoch, *self._fetch_history(loop))
+            current = fetch_history(loop, self.ranks, epoch)
             if pending is not None:
                 yield from self._read_history(task, stage, loop, log, pending)
             pending = current
@@ -391,7 +336,7 @@ class Run:
         if pending is not None:
             yield from self._read_history(task, stage, loop, log, pending)
         log["seconds"] = round(log["seconds"] + time.monotonic() - began, 3)
-        self._check_finite(task, stage, loop)
+        check_weights(loop.parameters, task, stage)
         if main_of_base and loop.fisher is not None:
             self.base_fisher = {
                 name.removeprefix("model."): value
@@ -422,152 +367,35 @@ class Run:
         if self.parts.engine != "graph":
             return
         if loop.stage.eager:
-            self._note(f"stage {loop.stage.name!r} runs eagerly: {loop.stage.eager}")
+            self.progress.note(f"stage {loop.stage.name!r} runs eagerly: {loop.stage.eager}")
             return
         for addon in loop.addons:
             addon.begin_epoch(self.parts.method.task, loop.stage, self.position[2] + 1)
         live = {**self._tensors(addons=False), **loop.parameters}
-        for attempt in ("compiled and captured", "captured"):
-            try:
-                self._writer.wait()  # its buffers are freed in a thread, which a capture must not see
-                capture(loop, live, [self.generator, self.views_generator], compiled=attempt != "captured")
-                problem = ""
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
-                problem = f"{type(error).__name__}: {error}"
-            if not self.ranks.any(bool(problem)):  # all ranks go the same way
-                return
-            loop.replay = None
-            self._new_generators()  # a broken capture leaves its generators unusable
-            loop.views_generator = self.views_generator
-            text = f"stage {loop.stage.name!r} could not be {attempt}: {problem or 'not on every rank'}"[:500]
-            self._note(text)
+        quiet, renew = self._saver.wait, self._new_generators
+        for text in speed_up(loop, live, quiet, renew, self._slower, self.crowded, self.ranks):
+            self.progress.note(text)
             yield ev.Notice(text)
 
-    def _note(self, text: str) -> None:
-        if text not in self.progress.notices:
-            self.progress.notices.append(text)
-
-    def _fetch_history(self, loop: StageLoop) -> tuple[Tensor, Any]:
-        """Queue a copy of the epoch's loss terms, those of all ranks averaged, to the host; nothing waits here."""
-        self.ranks.average_([loop.history])
-        if self.device.type != "cuda":
-            return loop.history.clone(), None
-        host = torch.empty(loop.history.shape, pin_memory=True)
-        host.copy_(loop.history, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return host, done
-
     def _read_history(
-        self, task: Task, stage: Stage, loop: StageLoop, log: dict[str, Any], pending: tuple[int, Tensor, Any]
+        self, task: Task, stage: Stage, loop: StageLoop, log: dict[str, Any], history: History
     ) -> Iterator[ev.Event]:
-        epoch, history, done = pending
-        while done is not None and not done.query():
+        while not history.arrived():
             yield ev.Tick(waiting=True)
-        bad = (~history.isfinite()).nonzero()
-        if len(bad):
-            step, term = bad[0].tolist()
-            self._writer.wait()
-            saved = (
-                f"the last good checkpoint is {self.checkpoint_path}"
-                if self.checkpoint_path.exists()
-                else ("nothing had been saved yet")
-            )
-            raise TrainingError(
-                f"loss term {loop.terms[term]!r} became {history[step, term].item()} in task {task.index + 1}, "
-                f"stage {stage.name!r}, epoch {epoch + 1}, step {step + 1}; {saved}. A smaller learning rate or "
-                "--set precision=fp32 may help."
-            )
-        means = history.mean(0).tolist()
-        terms = dict(zip(loop.terms, means, strict=True))
+        terms = read_terms(history, loop.terms, f"task {task.index + 1}, stage {stage.name!r}", self._last_good)
         for name, value in terms.items():
             log["terms"].setdefault(name, []).append(float(f"{value:.5g}"))
-        fraction, left = self._estimate(task, stage, epoch + 1)
-        yield ev.EpochEnded(task.index, stage.name, epoch + 1, stage.epochs, terms, fraction, left)
-
-    def _check_finite(self, task: Task, stage: Stage, loop: StageLoop) -> None:
-        """The last step's update has been seen by no loss: look at the weights themselves before they are saved."""
-        if not loop.parameters:
-            return
-        norms = torch.stack(torch._foreach_norm([p.detach() for p in loop.parameters.values()]))
-        if not bool(norms.isfinite().all()):
-            names = [n for n, norm in zip(loop.parameters, norms.tolist(), strict=True) if not math.isfinite(norm)]
-            raise TrainingError(
-                f"weights are no longer finite after task {task.index + 1}, stage {stage.name!r}: "
-                f"{', '.join(names[:3])}; they were not saved. A smaller learning rate may help."
-            )
-
-    def _loss_log(self, task: Task, stage: Stage) -> dict[str, Any]:
-        for row in self.progress.losses:
-            if row["task"] == task.index and row["stage"] == stage.name:
-                return row
-        row = {"task": task.index, "stage": stage.name, "terms": {}, "seconds": 0.0}
-        self.progress.losses.append(row)
-        return row
-
-    def _estimate(self, task: Task, stage: Stage, epochs_done: int) -> tuple[float, float | None]:
-        """Share of the whole run's work done, and the seconds left at the rate so far."""
-        total = done = 0.0
-        labels = self.parts.world.train.labels
-        per_class = len(labels) / self.parts.tasks[-1].n_seen
-        for t in self.parts.tasks:
-            for s in self._plan(t):
-                rows = self._rows_seen.get((t.index == 0, s.name), per_class * t.n_new)
-                total += rows * s.epochs
-                here = (t.index, self._plan(t).index(s))
-                now = (task.index, self._plan(task).index(stage))
-                if here < now:
-                    done += rows * s.epochs
-                elif here == now:
-                    done += rows * epochs_done
-        clock = time.monotonic()
-        if self._work_start is None:
-            self._work_start = (clock, done)
-            return done / total, None
-        began, at = self._work_start
-        rate = (done - at) / max(clock - began, 1e-9)
-        return done / total, (total - done) / rate if rate > 0 else None
+        fraction, left = self.estimate.at(task, stage, history.epoch + 1)
+        yield ev.EpochEnded(task.index, stage.name, history.epoch + 1, stage.epochs, terms, fraction, left)
 
     # State ----------------------------------------------------------------------------------------------
 
     def _tensors(self, addons: bool = True) -> dict[str, Tensor]:
-        """Every live tensor needed to go on; the names never clash."""
-        method = self.parts.method
-        found = {f"method/{name}": tensor for name, tensor in method.state_dict(keep_vars=False).items()}
-        found |= {f"store/{name}": tensor for name, tensor in method.store.items()}
-        if addons:
-            for addon in self.parts.addons:
-                found |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.state().items()}
-        if self.base_fisher is not None:
-            found |= {f"fisher/{name}": tensor for name, tensor in self.base_fisher.items()}
-        if self.loop is not None:
-            found |= {f"loop/{name}": tensor for name, tensor in self.loop.state().items()}
-        return found
+        return checkpoints.live_tensors(self.parts, self.base_fisher, self.loop, addons)
 
-    def _snapshot(self) -> dict[str, Tensor]:
-        """A task's model, with what a run needs to begin there: no teacher, no optimiser."""
-        return {
-            name: tensor
-            for name, tensor in self._tensors().items()
-            if not name.startswith(("method/teacher.", "loop/", "fisher/"))
-        }
-
-    def _meta(self, kind: str, tasks_done: int | None = None) -> dict[str, Any]:
-        position = list(self.position) if tasks_done is None else [tasks_done, 0, 0]
+    def _meta(self, kind: str, position: Position | None = None) -> dict[str, Any]:
         progress = dict(vars(self.progress), seconds=self._seconds())
-        return {
-            "kind": kind,
-            "position": position,
-            "grown": (position[0] - 1) if position[1:] == [0, 0] else position[0],
-            "config": self.config.resolved(),
-            "class_order": self.parts.order,
-            "fingerprint": self.dataset.fingerprint,
-            "code": code_version(self.config.method),
-            "progress": progress,
-            "engine": self.parts.engine,
-        }
+        return checkpoints.describe(kind, position or self.position, self.config, self.dataset, self.parts, progress)
 
     def _load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
         """Grow the structure the file was written with, then fill in the values."""
@@ -587,87 +415,22 @@ class Run:
     def _seconds(self) -> float:
         return round(self.progress.seconds + time.monotonic() - self._clock, 3)
 
+    def _last_good(self) -> str:
+        self._saver.wait()
+        known = self.checkpoint_path.exists()
+        return f"the last good checkpoint is {self.checkpoint_path}" if known else "nothing had been saved yet"
+
     def _save_due(self) -> bool:
-        if not self.ranks.is_first:
-            return False
-        if self.device.type == "cuda":
-            writer = self._writer
-            return not writer.busy() and time.monotonic() - writer.finished > SAVING_SHARE * writer.took
-        when, took = self._last_write
-        return time.monotonic() - when > SAVING_SHARE * took
+        return self.ranks.is_first and self._saver.due()
 
     def _save(self) -> ev.Saved:
-        began = time.monotonic()
         if not self.ranks.is_first:
             return ev.Saved(str(self.checkpoint_path), 0.0)
-        if self.device.type == "cuda":
-            self._writer.submit(self.checkpoint_path, self._tensors(), self._meta("checkpoint"))
-            return ev.Saved(str(self.checkpoint_path), time.monotonic() - began)
-        write_tensors(self.checkpoint_path, self._tensors(), self._meta("checkpoint"))
-        now = time.monotonic()
-        self._last_write = (now, now - began)
-        return ev.Saved(str(self.checkpoint_path), now - began)
-
-    # The record -----------------------------------------------------------------------------------------
-
-    def _test_counts(self) -> list[int]:
-        return counts_by_task(self._class_counts(), self.parts.tasks)
-
-    def _class_counts(self) -> list[int]:
-        counts: list[int] = self.parts.test.counts().tolist()
-        return counts[: self.parts.tasks[-1].n_seen]
+        return self._saver.save(self._tensors(), self._meta("checkpoint"))
 
     def matrix(self, classifier: str | None = None) -> list[list[float]]:
         """Rows of the accuracy matrix so far, in percent."""
-        name = classifier or next(iter(self.progress.correct))
-        return matrix_from_counts(self.progress.correct[name], self._class_counts(), self.parts.tasks)
-
-    def _record(self) -> dict[str, Any]:
-        config = self.config
-        counts = self._test_counts()
-        classifiers = {
-            name: {
-                "accuracy": self.matrix(name),
-                "metrics": summarise(
-                    self.matrix(name), counts, correct_by_class=correct, class_counts=self._class_counts()
-                ),
-            }
-            for name, correct in self.progress.correct.items()
-        }
-        first = next(iter(classifiers.values()))
-        return {
-            "format": FORMAT,
-            "method": config.method,
-            "addons": list(config.addons),
-            "dataset": config.dataset,
-            "tasks": config.tasks,
-            "oracle": config.oracle,
-            "seed": config.seed,
-            "order_seed": config.order_seed,
-            "metrics": first["metrics"],
-            "accuracy": first["accuracy"],
-            "test_counts": counts,
-            "classifier": next(iter(classifiers)),
-            "classifiers": classifiers,
-            "correct": self.progress.correct,
-            "class_counts": self._class_counts(),
-            "class_order": self.parts.order,
-            "config": config.resolved(),
-            "seconds": self._seconds(),
-            "task_seconds": self.progress.task_seconds,
-            "losses": self.progress.losses,
-            "facts": self.progress.facts,
-            "base": self.progress.base,
-            "engine": {
-                "kind": self.parts.engine,
-                "precision": self.parts.precision,
-                "notices": self.progress.notices,
-                "ranks": self.progress.ranks,
-            },
-            "environment": environment(self.device),
-            "data_fingerprint": self.dataset.fingerprint,
-            "data": dict(self.dataset.about),
-        }
+        return accuracy_matrix(self.progress, self.parts, classifier)
 
 
 def finish(run: Run) -> dict[str, Any]:

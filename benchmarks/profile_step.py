@@ -1,0 +1,116 @@
+"""Where a step's time goes: every kernel of the captured step, for the base task and for an increment.
+
+    python benchmarks/profile_step.py --json results/benchmarks/profile.json      # on a CUDA device
+    python benchmarks/profile_step.py --small                                     # operators on a CPU
+
+PODNet, ResNet-32, batch 128, random images. `wall` is a step's share of the time between two waits for the device,
+measured without the profiler; `busy` the sum of its kernels' times; `host` the time to launch it. Where `host` comes
+near `wall`, the host is the limit; what lies between `busy` and `wall` are gaps between kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from measuring import Report, Row, one_thread, pick_device, random_images, settings, synchronise, turned
+from torch.profiler import ProfilerActivity, profile
+
+from incvec.engine import events as ev
+from incvec.engine.run import Run
+from incvec.engine.stage import StageLoop
+from incvec.presets import resolve
+
+LAUNCHES = 8  # timed together for the host's share: few enough that no queue fills up
+
+
+def play(loop: StageLoop, steps: int) -> None:
+    """So many steps, from the epoch's beginning."""
+    loop.cursor.zero_()
+    for _ in range(steps):
+        (loop.replay or loop.step)()
+
+
+def seconds_a_step(loop: StageLoop, steps: int, waits: bool) -> float:
+    """The median of five tries; `waits`: until the device has done them, or until they are launched."""
+    found = []
+    for _ in range(5):
+        synchronise()
+        began = time.perf_counter()
+        play(loop, steps)
+        if waits:
+            synchronise()
+        found.append((time.perf_counter() - began) / steps)
+    synchronise()
+    return statistics.median(found)
+
+
+def kernels_of(loop: StageLoop, steps: int) -> list[Row]:
+    """Each kernel (on a CPU: operator) with its launches and microseconds a step, the costliest first."""
+    cuda = loop.world.device.type == "cuda"
+    play(loop, 1)
+    synchronise()
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
+        play(loop, steps)
+        synchronise()
+    rows: list[Row] = []
+    for average in profiler.key_averages():
+        entry: Any = average
+        if cuda and entry.device_type.name != "CUDA":
+            continue
+        time_us = entry.self_device_time_total if cuda else entry.self_cpu_time_total
+        rows.append({"name": entry.key, "launches": entry.count / steps, "microseconds": round(time_us / steps, 3)})
+    return sorted(rows, key=lambda row: -row["microseconds"])
+
+
+def account(loop: StageLoop, stage: str, addons: list[str], most: int) -> Row:
+    """One stage's step."""
+    steps = min(most or loop.steps, loop.steps)
+    kernels = kernels_of(loop, steps)
+    return {
+        "engine": "graph" if loop.replay else "eager",
+        "stage": stage,
+        "addons": addons,
+        "steps": steps,
+        "wall_us": round(1e6 * seconds_a_step(loop, steps, waits=True), 2),
+        "busy_us": round(sum(row["microseconds"] for row in kernels), 2),
+        "host_us": round(1e6 * seconds_a_step(loop, min(steps, LAUNCHES), waits=False), 2),
+        "launches": round(sum(row["launches"] for row in kernels), 2),
+        "kernels": kernels,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a small network and few images, for a CPU")
+    parser.add_argument("--addon", action="append", default=[])
+    parser.add_argument("--steps", type=int, default=46, help="to profile, at most an epoch; 0: a whole epoch")
+    parser.add_argument("--top", type=int, default=12, help="kernels to print")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    report = Report(given.json, "profile_step.py", arguments)
+    chosen = settings(given.small, given.addon, base_epochs=1, epochs=1)
+    with tempfile.TemporaryDirectory() as folder, one_thread(given.small):
+        run = Run(resolve(chosen), random_images(given.small, pick_device()), Path(folder))
+        events = turned(run.events())
+        for event in events:
+            if not isinstance(event, ev.StageStarted) or run.loop is None:
+                continue
+            stage = "base" if event.task == 0 else "increment"
+            synchronise()  # what follows is launched on another stream than the run's
+            row = account(run.loop, stage, given.addon, given.steps)
+            for kernel in row["kernels"][: given.top]:
+                print(f"{kernel['microseconds']:>10.1f} us {kernel['launches']:>8.1f} x  {kernel['name'][:90]}")
+            report.add(row)
+            if event.task == 1:
+                break
+        events.close()
+
+
+if __name__ == "__main__":
+    main()

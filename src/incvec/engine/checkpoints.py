@@ -1,0 +1,153 @@
+"""What is in a run's files, which files a run may go on from, and when the next one is due.
+
+A checkpoint, a shared base and a snapshot are the same kind of file: flat tensors whose names begin with a room
+(`method/`, `store/`, `addon/NAME/`, `fisher/`, `loop/`), and JSON that says where in the run they were taken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from incvec.config import RunConfig, differences
+from incvec.data import Dataset
+from incvec.engine import events as ev
+from incvec.engine.build import Parts, code_version
+from incvec.engine.files import Writer, write_tensors
+from incvec.engine.stage import StageLoop
+from incvec.errors import CheckpointError
+
+SAVING_SHARE = 20  # a checkpoint is due once 20 times the last write's duration has passed
+
+Position = tuple[int, int, int]  # task, stage, epoch
+
+
+# What is in a file ------------------------------------------------------------------------------------------
+
+
+def live_tensors(
+    parts: Parts, fisher: Mapping[str, Tensor] | None, loop: StageLoop | None, addons: bool = True
+) -> dict[str, Tensor]:
+    """Every live tensor needed to go on; the names never clash."""
+    method = parts.method
+    found = {f"method/{name}": tensor for name, tensor in method.state_dict(keep_vars=False).items()}
+    found |= {f"store/{name}": tensor for name, tensor in method.store.items()}
+    if addons:
+        for addon in parts.addons:
+            found |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.state().items()}
+    if fisher is not None:
+        found |= {f"fisher/{name}": tensor for name, tensor in fisher.items()}
+    if loop is not None:
+        found |= {f"loop/{name}": tensor for name, tensor in loop.state().items()}
+    return found
+
+
+def snapshot_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A task's model, with what a run needs to begin there: no teacher, no optimiser."""
+    left_out = ("method/teacher.", "loop/", "fisher/")
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
+
+
+def trained_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A snapshot's tensors with the weights that were trained in the place of those that were deployed."""
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith("trained/")}
+    trained = {name.removeprefix("trained/"): t for name, t in tensors.items() if name.startswith("trained/")}
+    return plain | {f"method/model.{name}": tensor for name, tensor in trained.items()}
+
+
+def describe(
+    kind: str, position: Position, config: RunConfig, dataset: Dataset, parts: Parts, progress: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Where in which run the tensors were taken."""
+    task, stage, epoch = position
+    return {
+        "kind": kind,
+        "position": list(position),
+        "grown": task - 1 if (stage, epoch) == (0, 0) else task,
+        "config": config.resolved(),
+        "class_order": parts.order,
+        "fingerprint": dataset.fingerprint,
+        "code": code_version(config.method),
+        "progress": dict(progress),
+        "engine": parts.engine,
+    }
+
+
+# Which files a run may go on from ---------------------------------------------------------------------------
+
+
+def check_config(config: RunConfig, saved: Mapping[str, Any], where: Path) -> None:
+    rows = differences(config.resolved(), saved)
+    if rows:
+        raise CheckpointError(
+            f"{where} belongs to another configuration ({'; '.join(rows[:6])}). Choose another --out, or "
+            "give the settings it was made with."
+        )
+
+
+def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any], where: Path) -> str:
+    """Refuse a checkpoint of another run; returns what is worth saying about one that is accepted."""
+    check_config(config, meta["config"], where)
+    if meta["fingerprint"] != dataset.fingerprint:
+        raise CheckpointError(f"{where} was made with other images; move it away to start anew.")
+    if meta["code"] != code_version(config.method):
+        return "the program has changed since the checkpoint this run goes on from"
+    return ""
+
+
+def check_start(config: RunConfig, dataset: Dataset, parts: Parts, meta: Mapping[str, Any]) -> None:
+    """A run may begin at another's snapshot where both have the same past: network, classes, add-ons."""
+    where = f"{config.start} cannot be begun at"
+    if meta.get("kind") != "snapshot":
+        raise CheckpointError(f"{where}: it is not a snapshot of a task.")
+    other, seen = meta["config"], parts.tasks[meta["grown"]].n_seen
+    net, method = config.sections[config.method].get("net"), config.method
+    if (other["method"], other.get(other["method"], {}).get("net")) != (method, net):
+        raise CheckpointError(f"{where}: it is of {other['method']}, this run is {method} with {net}.")
+    if meta["class_order"][:seen] != parts.order[:seen] or meta["fingerprint"] != dataset.fingerprint:
+        raise CheckpointError(f"{where}: its classes so far, or their images, are not this run's.")
+    lacking = [name for name in config.addons if name not in other["addons"]]
+    if lacking:
+        raise CheckpointError(
+            f"{where}: its run had no add-on {', '.join(lacking)}, whose memory of the tasks so far is missing. "
+            f"Begin at a snapshot of a run with {', '.join(config.addons)}."
+        )
+
+
+# When the next one is due -----------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes one run's checkpoint: on a GPU in a thread, elsewhere at once; about a twentieth of the time at most."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.path = path
+        self.queued = device.type == "cuda"
+        self.writer = Writer()
+        self._last = (0.0, 0.0)  # when, and how long it took
+
+    def due(self) -> bool:
+        if self.queued:
+            writer = self.writer
+            return not writer.busy() and time.monotonic() - writer.finished > SAVING_SHARE * writer.took
+        when, took = self._last
+        return time.monotonic() - when > SAVING_SHARE * took
+
+    def save(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> ev.Saved:
+        began = time.monotonic()
+        if self.queued:
+            self.writer.submit(self.path, tensors, meta)
+        else:
+            write_tensors(self.path, tensors, meta)
+        now = time.monotonic()
+        self._last = (now, now - began)
+        return ev.Saved(str(self.path), now - began)
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what a write raised."""
+        self.writer.wait()

@@ -1,0 +1,76 @@
+"""What a device may do to a run, in words a user can act on: its memory is full, it cannot be used, it broke."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from incvec.errors import DeviceFull, TrainingError
+
+FULL = ("out of memory", "STATUS_ALLOC_FAILED")  # as CUDA, cuBLAS and cuDNN put it
+ABSENT = ("no NVIDIA driver", "No CUDA GPUs", "not compiled with CUDA")  # nobody expects a GPU there
+ADVICE = (
+    "A smaller batch (--set METHOD.batch_size=64), fewer runs at once or another device may help; the same command "
+    "goes on from what was saved."
+)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether it is about a lack of device memory, or arose from that: compilers wrap what they meet."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | DeviceFull):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def free() -> None:
+    """Give back what torch keeps for later; what a broken step has left may hang together in circles."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def account(device: torch.device) -> str:
+    """How much of the device's memory is taken, and by whom."""
+    if device.type != "cuda":
+        return f"of {device}"
+    left, total = (amount / 2**30 for amount in torch.cuda.mem_get_info(device))
+    own = torch.cuda.memory_reserved(device) / 2**30
+    name = torch.cuda.get_device_name(device)
+    return f"of {device} ({name}, {total - left:.1f} of {total:.1f} GiB in use, {own:.1f} by this process)"
+
+
+@contextmanager
+def explained(device: torch.device, where: str, advice: str = ADVICE) -> Iterator[None]:
+    """Errors of the device become errors for the user, with what was being done and what may help."""
+    try:
+        yield
+    except DeviceFull:
+        raise
+    except Exception as error:
+        if is_full(error):
+            raise DeviceFull(f"the memory {account(device)} is full, {where}. {advice}") from error
+        if isinstance(error, torch.AcceleratorError):
+            raise TrainingError(
+                f"{device} stopped working, {where}: {str(error).splitlines()[0]}. Nothing more can be done in this "
+                "process; the same command goes on from what was saved."
+            ) from error
+        raise
+
+
+def gpu_trouble() -> str:
+    """Why the GPU of this machine cannot be used, such as a driver that is too old; empty where there is none."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()  # says why
+    except Exception as error:
+        text = str(error).splitlines()[0]
+        return "" if any(words in text for words in ABSENT) else text
+    return ""

@@ -1,0 +1,109 @@
+"""Each benchmark's small version runs on a CPU and leaves the fields that tables and readers look for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="installed without the benchmarks")
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+def left(module: ModuleType, file: Path, *arguments: str) -> dict[str, Any]:
+    """What the program wrote, which it says again in its own words."""
+    module.main(["--small", "--json", str(file), *arguments])
+    content: dict[str, Any] = json.loads(file.read_text())
+    assert {"command", "rows", "environment"} <= content.keys()
+    assert "--small" in content["command"]
+    return content
+
+
+def test_throughput(program: Any, tmp_path: Path) -> None:
+    content = left(program("throughput"), tmp_path / "t.json", "--parts", "one,two,ivt,tasks")
+    for row in content["rows"]:
+        assert {"engine", "runs", "stage", "images_per_second", "addons"} <= row.keys()
+        assert row["images_per_second"] > 0
+    cases = [(row["runs"], row["stage"], tuple(row["addons"])) for row in content["rows"] if "part" not in row]
+    assert cases == [
+        (runs, stage, addons) for runs in (1, 2) for addons in ((), ("ivt",)) for stage in ("base", "increment")
+    ]
+    assert [row["addons"] for row in content["rows"] if row.get("part") == "ivt"] == [[], ["ivt"]]
+    small, large = [row for row in content["rows"] if row.get("part") == "tasks"]
+    assert (small["tasks"], large["tasks"]) == (5, 1)
+    ratios = content["ratios"]
+    assert ratios["small_tasks_against_large"] == pytest.approx(
+        small["images_per_second"] / large["images_per_second"], abs=1e-3
+    )
+    assert len(ratios["ivt_on_against_off"]["all"]) == 2
+
+
+def test_throughput_refuses_an_unknown_part(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program("throughput").main(["--parts", "one,nine"])
+    assert "no part nine" in capsys.readouterr().err
+
+
+def test_images_a_second_of_several_runs(program: Any) -> None:
+    """Two runs of 100 images a second, of which the second begins and ends later: 200 while both are at work."""
+    own = [[(float(t), 100) for t in range(5)], [(2.5 + t, 100) for t in range(4)]]
+    assert program("throughput").rate(own) == pytest.approx(200)
+    assert program("throughput").rate([own[0][:2], own[1]]) is None  # never at work together
+
+
+def test_plain_loop(program: Any, tmp_path: Path) -> None:
+    content = left(program("plain_loop"), tmp_path / "p.json", "--seconds", "0.05", "--workers", "0")
+    assert [(row["engine"], row["stage"]) for row in content["rows"]] == [("plain", "base"), ("plain", "increment")]
+    assert all(row["images_per_second"] > 0 for row in content["rows"])
+
+
+def test_the_plain_loop_is_part_of_throughput(program: Any) -> None:
+    rows = program("throughput").plain(True, 0.05)
+    assert [(row["engine"], row["runs"], row["addons"]) for row in rows] == 2 * [("plain", 1, [])]
+
+
+def test_complete_run(program: Any, tmp_path: Path) -> None:
+    (row,) = left(program("complete_run"), tmp_path / "c.json")["rows"]
+    assert set(row["phases"]) == {"startup", "capture", "base", "increments", "ends"}
+    assert sum(row["phases"].values()) == pytest.approx(row["seconds"], abs=0.05)
+    assert row["phases"]["startup"] > 0
+    assert row["metrics"]["AA"] > 0
+    assert row["addons"] == ["ivt"]
+
+
+def test_complete_run_tells_of_a_failure(program: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="status 3"):
+        program("complete_run").run(["-c", "raise SystemExit(3)"], tmp_path)
+
+
+def test_engine_accuracy(program: Any, tmp_path: Path) -> None:
+    content = left(program("engine_accuracy"), tmp_path / "e.json", "--seeds", "2")
+    found = [(row["precision"], row["seed"]) for row in content["rows"]]
+    assert sorted(found) == [("bf16", 0), ("bf16", 1), ("fp32", 0), ("fp32", 1)]
+    by_kind = {
+        kind: [row["metrics"]["AA"] for row in content["rows"] if row["precision"] == kind] for kind in ("bf16", "fp32")
+    }
+    difference = sum(by_kind["bf16"]) / 2 - sum(by_kind["fp32"]) / 2
+    assert content["difference"] == pytest.approx(difference, abs=1e-3)
+    assert content["within_bar"] == (abs(difference) <= 0.5)
+
+
+def test_profile(program: Any, tmp_path: Path) -> None:
+    content = left(program("profile_step"), tmp_path / "s.json", "--top", "1")
+    assert [row["stage"] for row in content["rows"]] == ["base", "increment"]
+    for row in content["rows"]:
+        assert {"wall_us", "busy_us", "host_us", "launches", "kernels"} <= row.keys()
+        times = [kernel["microseconds"] for kernel in row["kernels"]]
+        assert times == sorted(times, reverse=True)
+        assert row["busy_us"] == pytest.approx(sum(times), abs=0.1)
+        assert {"name", "launches", "microseconds"} == row["kernels"][0].keys()
