@@ -91,6 +91,7 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
     tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
+    tasks = tasks[: config.stop_after]
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"

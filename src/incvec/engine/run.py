@@ -324,9 +324,9 @@ class Run:
         found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks)
         for name, counts in found.items():
             self.progress.correct.setdefault(name, []).append(counts)
-        trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
-        snapshot = {**self._snapshot(), **trained}
-        if self.ranks.is_first:
+        if self.ranks.is_first and self.config.snapshots:
+            trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
+            snapshot = {**self._snapshot(), **trained}
             write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", task.index + 1))
         with torch.no_grad():
             for name, weight in kept.items():
