@@ -68,8 +68,12 @@ def check_names(config: RunConfig) -> None:
         if reason:
             raise ConfigError(f"add-on {name!r} cannot go with {' + '.join([config.method, *before])}: {reason}")
         before.append(name)
-        config.options(name, find_addon(name).Options)
-    config.options(config.method, method.Options)
+    own = config.options(config.method, method.Options)
+    for name in config.addons:
+        addon = find_addon(name)
+        reason = addon.refuses_options(config.options(name, addon.Options), method, own)
+        if reason:
+            raise ConfigError(f"add-on {name!r} cannot go with {config.method} so: {reason}")
 
 
 def autocaster(device: torch.device, precision: str) -> Any:

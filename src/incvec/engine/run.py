@@ -192,14 +192,14 @@ class Run:
             return f"task {task + 1}, stage {stage + 1}, epoch {epoch}"
         if self.config.start:
             tensors, meta = read_tensors(Path(self.config.start))
-            self._check_start(meta)
+            self._check_start(tensors, meta)
             trained = {name.removeprefix("trained/"): t for name, t in tensors.items() if name.startswith("trained/")}
             plain = {name: t for name, t in tensors.items() if not name.startswith("trained/")}
             self._load(plain | {f"method/model.{name}": t for name, t in trained.items()}, meta)
             return f"snapshot {self.config.start}"
         return None
 
-    def _check_start(self, meta: Mapping[str, Any]) -> None:
+    def _check_start(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """A run may begin at another's snapshot where both have the same past: network, classes, add-ons."""
         where = f"{self.config.start} cannot be begun at"
         if meta.get("kind") != "snapshot":
@@ -215,6 +215,13 @@ class Run:
             raise CheckpointError(
                 f"{where}: its run had no add-on {', '.join(lacking)}, whose memory of the tasks so far is missing. "
                 f"Begin at a snapshot of a run with {', '.join(self.config.addons)}."
+            )
+        kept = {name.split("/")[1] for name in tensors if name.startswith("addon/")}
+        bare = [addon.name for addon in self.parts.addons if addon.state() and addon.name not in kept]
+        if bare:
+            raise CheckpointError(
+                f"{where}: what {bare[0]} remembers of the tasks so far was not kept in it. Train that run with "
+                f"--set {bare[0]}.snapshot_fisher=true."
             )
 
     def _same_config(self, saved: Mapping[str, Any], where: Path) -> None:
@@ -548,11 +555,11 @@ class Run:
 
     def _snapshot(self) -> dict[str, Tensor]:
         """A task's model, with what a run needs to begin there: no teacher, no optimiser."""
-        return {
-            name: tensor
-            for name, tensor in self._tensors().items()
-            if not name.startswith(("method/teacher.", "loop/", "fisher/"))
-        }
+        left_out = ("method/teacher.", "loop/", "fisher/")
+        found = {name: t for name, t in self._tensors(addons=False).items() if not name.startswith(left_out)}
+        for addon in self.parts.addons:
+            found |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.snapshot().items()}
+        return found
 
     def _meta(self, kind: str, tasks_done: int | None = None) -> dict[str, Any]:
         position = list(self.position) if tasks_done is None else [tasks_done, 0, 0]
