@@ -7,7 +7,7 @@ task's last epoch, which every run shares, or a measuring pass over single sampl
 
 The anchor, Fbar and F take three times the trained parameters in float32: 3 x 0.6 GB for CLIP ViT-B/16. `memory="host"`
 keeps the first two in host memory and streams them at a teleport. A snapshot holds Fbar, as large as the model once
-more, which a run that begins there and `incvec lab curvature` need; of pre-trained models only with `snapshot_fisher`.
+more, which a run that begins there and the lab's `curvature` need; of pre-trained models only with `snapshot_fisher`.
 
 The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
 with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`).
