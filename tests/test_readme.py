@@ -34,6 +34,7 @@ from incvec.errors import DataError
 from incvec.methods import METHODS
 from incvec.report import catalogue
 from tests.conftest import make_run, quick, same_record, same_weights
+from tests.data.test_aircraft_copy import shard
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -134,6 +135,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in settings_files().items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_text(text)
+    shard(here / "aircraft20.npz")
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.delenv("INCVEC_DATA", raising=False)

@@ -76,6 +76,11 @@ class RunConfig(BaseModel):
     placement: Literal["resident", "streamed"] | None = Field(
         None, description="of a packed store: on the device or streamed to it; none: by the device's memory"
     )
+    held_out: int | None = Field(
+        None, ge=2, description="evaluate on every n-th training image of a class, kept out of training, not on test"
+    )
+    stop_after: int | None = Field(None, ge=1, description="train only so many tasks of the stream, from its start")
+    snapshots: bool = Field(True, description="keep every task's model, for the lab and for runs that begin there")
     sync_batchnorm: bool = Field(True, description="with several ranks: statistics of the global batch")
     sections: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
@@ -85,12 +90,20 @@ class RunConfig(BaseModel):
 
     def data_options(self) -> dict[str, Any]:
         """What `load_dataset` is to be told beside the data set's name and place."""
-        return {"size": self.image_size, "class_list": self.class_list, "placement": self.placement}
+        given = {"size": self.image_size, "class_list": self.class_list, "placement": self.placement}
+        return given if self.held_out is None else {**given, "held_out": self.held_out}
 
     def resolved(self) -> dict[str, Any]:
         """Flat form for the record: top-level fields, then a mapping for each section."""
         # These mean nothing to most runs: they are told where somebody chose against the default.
-        quiet = {"sync_batchnorm": True, "class_list": None, "placement": None}
+        quiet = {
+            "sync_batchnorm": True,
+            "class_list": None,
+            "placement": None,
+            "held_out": None,
+            "stop_after": None,
+            "snapshots": True,
+        }
         silent = {"sections"} | {name for name, default in quiet.items() if getattr(self, name) == default}
         plain = self.model_dump(mode="json", exclude=silent)
         return {**plain, **self.sections}

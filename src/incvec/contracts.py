@@ -227,6 +227,11 @@ class Method(nn.Module):
         """What the views have to hand out; None: the data set's own size and normalisation."""
         return None
 
+    @classmethod
+    def contrasts(cls, options: Any) -> bool:
+        """Whether the loss compares the samples of a batch, so that a batch of one has no gradient."""
+        return False
+
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         if self.teacher is not None:
@@ -296,6 +301,11 @@ class AddOn:
         """Why this add-on makes no sense with that method, or after those add-ons; None where it does."""
         return None
 
+    @classmethod
+    def refuses_options(cls, options: Any, method: type[Method], method_options: Any) -> str | None:
+        """Why these options make no sense with that method and its options; None where they do."""
+        return None
+
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
         """The stages with its own inserted (`owner` set to its name); in the base task only at the end."""
         return stages
@@ -330,6 +340,10 @@ class AddOn:
     def state(self) -> dict[str, Tensor]:
         """Everything it needs to go on, as flat tensors. What its step accumulates starts at `begin_epoch`."""
         return {}
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """What a task's snapshot keeps of it: all it needs to go on, unless that is too large to keep every time."""
+        return self.state()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore from what `state` gave; called once the structure has been grown."""

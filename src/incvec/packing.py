@@ -1,4 +1,4 @@
-"""`incvec data pack`: shows packing as it goes."""
+"""`incvec data pack`, which shows packing as it goes, and `incvec data aircraft`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from incvec.data import aircraft
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
 from incvec.data.layouts import LAYOUTS, list_images
 from incvec.data.pack import pack
@@ -108,11 +109,34 @@ def data_pack(
     console.print(f"{summary}: {made.root}", highlight=False, soft_wrap=True)
 
 
+def data_aircraft(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A whole copy in torchvision's layout, or an .npz of encoded images.")
+    ],
+    root: Annotated[Path, typer.Argument(metavar="DST", help="The data root of later runs.")],
+    variants: Annotated[
+        Path | None, typer.Option(help="A file that names the variants to keep, one a line.", show_default="all")
+    ] = None,
+) -> None:
+    """Make a copy of FGVC-Aircraft with some of its variants, in torchvision's layout, its own split kept.
+
+    An .npz holds `label`, `is_test`, `class_names`, the files' bytes (`webp`, `jpg` or `png`) and their `offsets`.
+    """
+    wanted = None if variants is None else [line.strip() for line in variants.read_text().splitlines() if line.strip()]
+    for line in aircraft.copy(source.expanduser(), root.expanduser(), wanted):
+        Console().print(line, highlight=False, soft_wrap=True)
+
+
 def register(data: typer.Typer) -> None:
-    """Add the command to `incvec data`."""
+    """Add the commands to `incvec data`."""
     data.command(
         "pack",
         epilog="[bold]Examples[/bold]\n\nincvec data pack ~/imagenet ~/imagenet-subset --classes imagenet-subset\n\n"
         "incvec data pack ~/tiny-imagenet-200 ~/tiny --size 64 --classes tiny-imagenet-100\n\n"
         "incvec data pack ~/photos ~/photos-packed --size 160 --unreadable leave-out",
     )(data_pack)
+    data.command(
+        "aircraft",
+        epilog="[bold]Examples[/bold]\n\nincvec data aircraft aircraft20.npz ~/aircraft20\n\n"
+        "incvec data aircraft ~/data ~/aircraft20 --variants twenty.txt",
+    )(data_aircraft)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from incvec.addons import ADDONS
 from incvec.config import RunConfig, assign
 from incvec.data import Dataset, load_dataset
 from incvec.engine import events as ev
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.many import Failed, turn
-from incvec.engine.run import Run
-from incvec.engine.sweep import default_at_once, read_sweep
+from incvec.engine.run import Run, finish
+from incvec.engine.sweep import Check, default_at_once, read_check, read_sweep
 from incvec.engine.trouble import explained
 from incvec.errors import ConfigError, IncvecError, nearest
+from incvec.methods import METHODS
 from incvec.presets import changed_settings, resolve, run_name, sweeps
 from incvec.report.tables import duration
 
@@ -38,19 +41,42 @@ def find_sweep(name: str) -> Path:
     raise ConfigError(f"{name!r} is neither a sweep nor a file.{nearest(name, known)} Sweeps: {', '.join(known)}.")
 
 
+def applies(setting: str, given: Mapping[str, Any]) -> bool:
+    """Whether a setting is for this run: one of a method's or add-on's is for the runs that have it."""
+    section = setting.partition("=")[0].partition(".")[0].strip()
+    return section not in {*METHODS, *ADDONS} - {given["method"], *given.get("addons", ())}
+
+
 def plan(name: str, settings: Sequence[str]) -> list[tuple[str, RunConfig]]:
-    """Every run of the sweep with its folder's name; all settings are checked before anything starts."""
+    """Every run of the sweep with its folder's name; all settings are checked before anything starts.
+
+    `method.KEY=VALUE` sets the option of whatever method a run has.
+    """
     found: dict[str, RunConfig] = {}
-    for given in read_sweep(find_sweep(name)):
-        tree: dict[str, Any] = dict(given)
+    blocks = read_sweep(find_sweep(name))
+    for setting in settings:
+        if blocks and not any(applies(setting, given) for given in blocks):
+            raise ConfigError(f"--set {setting}: no run of the sweep {name!r} has that method or add-on.")
+    for given in blocks:
+        tree: dict[str, Any] = copy.deepcopy(dict(given))
         for setting in settings:
-            assign(tree, setting)
+            if applies(setting, given):
+                own = setting.startswith("method.")
+                assign(tree, f"{given['method']}.{setting.removeprefix('method.')}" if own else setting)
         config = resolve(tree)
         check_names(config)
         found[run_name(config)] = config
     if not found:
         raise ConfigError(f"the sweep {name!r} holds no runs.")
     return list(found.items())
+
+
+def first_of(check: Check, planned: Sequence[tuple[str, RunConfig]]) -> tuple[str, RunConfig]:
+    """The run to be checked."""
+    for folder, config in planned:
+        if all(config.resolved().get(key) == value for key, value in check.of.items()):
+            return folder, config
+    raise ConfigError(f"no run of the sweep fits its check, {dict(check.of)}.")
 
 
 @dataclass
@@ -114,10 +140,17 @@ def sweep(
     dry_run: bool = False,
 ) -> int:
     """Run what is left of a sweep; returns how many runs failed."""
-    planned = [(n, c) for n, c in plan(name, settings) if only is None or only in n]
+    everything = plan(name, settings)
+    planned = [(n, c) for n, c in everything if only is None or only in n]
     if not planned:
         raise ConfigError(f"no run of the sweep {name!r} has {only!r} in its name.")
+    check = read_check(find_sweep(name))
+    if check is not None:
+        before = first_of(check, everything)
+        planned = [before, *(pair for pair in planned if pair != before)]
     if dry_run:
+        if check is not None:
+            console.print(f"first  {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}")
         for folder, config in planned:
             state = "done" if (out / folder / "record.json").exists() else "to do"
             changes = "".join(f" {key}={value}" for key, value in changed_settings(config.resolved()).items())
@@ -137,6 +170,9 @@ def sweep(
     def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
         return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")
 
+    if check is not None:
+        console.print(f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
+        check.judge(finish(maker(*planned[0])()))
     many = at_once or default_at_once(device, [config for _, config in planned])
     rows = [Row(folder) for folder, _ in planned]
     title = f"{name}: {len(rows)} runs, {many} at once on {device}"

@@ -12,9 +12,12 @@ from torch import Tensor
 from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
+from incvec.engine.build import check_names
 from incvec.engine.run import finish
+from incvec.errors import CheckpointError, ConfigError
 from incvec.ivt import IVT
 from incvec.methods import METHODS, find_method
+from incvec.presets import resolve
 from tests.addons.tools import Tensors, record_batches, run_on, same, snapshot, state_of, watch
 from tests.conftest import make_run, quick, same_record, same_weights, weights
 
@@ -430,3 +433,59 @@ def test_its_state_is_part_of_a_snapshot(few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "finetune", "ivt")
     kept = {name for name in weights(run.snapshot_path(1)) if name.startswith("addon/ivt/")}
     assert any("backbone.stem.conv.weight" in name for name in kept)
+
+
+# Memory, and what a pre-trained model's loss allows ------------------------------------------------------
+
+
+@pytest.mark.parametrize("batchnorm", ["keep", "interpolate"])
+def test_host_memory_changes_no_bit(batchnorm: str, few: Dataset, tmp_path: Path) -> None:
+    given = {"batchnorm": batchnorm, "snapshot_fisher": True}
+    runs = [
+        make_run(few, tmp_path / memory, quick("flyp", "ivt", ivt={**given, "memory": memory}))
+        for memory in ("device", "host")
+    ]
+    first, second = (finish(run) for run in runs)
+    assert first["accuracy"] == second["accuracy"]
+    assert first["facts"] == second["facts"]
+    for task in range(3):
+        same_weights(runs[0].snapshot_path(task), runs[1].snapshot_path(task))
+
+
+@pytest.mark.parametrize(("method", "asked", "kept"), [("flyp", None, 0), ("flyp", True, 1), ("finetune", None, 1)])
+def test_snapshots_of_pretrained_models_keep_fbar_where_asked_for(
+    method: str, asked: bool | None, kept: int, few: Dataset, tmp_path: Path
+) -> None:
+    given = quick(method, "ivt", ivt={"snapshot_fisher": asked})
+    run = make_run(few, tmp_path / "run", given)
+    whole = finish(run)
+    found = [name for name in weights(run.snapshot_path(1)) if name.startswith("addon/ivt/cumulative/")]
+    assert bool(found) == bool(kept)
+    later = make_run(few, tmp_path / "later", {**given, "start": str(run.snapshot_path(1))})
+    if kept:
+        assert finish(later)["accuracy"] == whole["accuracy"]
+    else:
+        with pytest.raises(CheckpointError, match=r"was not kept in it.*ivt\.snapshot_fisher=true"):
+            finish(later)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "refused"),
+    [
+        ("flyp", {}, True), ("flyp", {"targets": "shared"}, True), ("flyp", {"targets": "classes"}, False),
+        ("slca", {}, True), ("slca", {"form": "linear"}, False), ("spu", {}, True), ("rapf", {}, False),
+    ],
+)  # fmt: skip
+def test_single_images_have_no_contrast(method: str, options: dict[str, Any], refused: bool) -> None:
+    config = resolve(quick(method, "ivt", ivt={"first_fisher": "sample"}, **{method: options}))
+    if not refused:
+        return check_names(config)
+    with pytest.raises(ConfigError, match=rf"'ivt' cannot go with {method} so: .*ivt.first_fisher=batch"):
+        check_names(config)
+
+
+def test_frozen_statistics_stay_frozen_where_the_fisher_is_measured(few: Dataset, tmp_path: Path) -> None:
+    run = make_run(few, tmp_path, quick("flyp", "ivt", ivt={"structure": "kernel"}))
+    finish(run)
+    stages = run._plan(run.parts.tasks[0])
+    assert [(stage.name, stage.batchnorm) for stage in stages] == [("main", "frozen"), ("ivt-fisher", "frozen")]

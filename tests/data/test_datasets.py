@@ -101,3 +101,15 @@ def test_importing_the_room_brings_in_no_heavy_optional_package():
     code = "import sys, incvec.data; print(sorted({'sklearn', 'torchvision'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_held_out_images_are_neither_trained_on_nor_test_images() -> None:
+    whole, part = datasets.load_dataset("digits"), datasets.load_dataset("digits", held_out=4)
+    assert len(part.train_labels) + len(part.test_labels) == len(whole.train_labels)
+    assert part.fingerprint != whole.fingerprint
+    for label in range(10):
+        images = whole.train_images[whole.train_labels == label]
+        rows = range(len(images))
+        kept, aside = ([i for i in rows if (i % 4 == 3) is which] for which in (False, True))
+        assert torch.equal(part.train_images[part.train_labels == label], images[kept])
+        assert torch.equal(part.test_images[part.test_labels == label], images[aside])

@@ -20,6 +20,7 @@ from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
 from incvec.errors import ConfigError, DeviceFull, TrainingError
 from incvec.methods.podnet import PODNet
+from incvec.nets import kernels
 from incvec.presets import resolve
 from tests.conftest import make_run, quick, same_record
 
@@ -65,6 +66,30 @@ def test_neither_compiled_nor_captured(few: Dataset, tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "speed_up", lambda *_: iter(()))
         same_record(record, finish(make_run(few, tmp_path / "plain", quick("podnet", "ivt"))))
+
+
+@pytest.mark.usefixtures("graph_engine")
+def test_our_kernels_are_left_out_where_they_fail(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[bool] = []
+
+    def capture(loop: Any, live: Any, generators: Any, compiled: bool) -> None:
+        tries.append(kernels.available())
+        assert compiled
+        if kernels.available():
+            raise RuntimeError("ptxas failed")
+
+    monkeypatch.setattr(kernels, "_enabled", True)
+    monkeypatch.setattr(kernels, "available", lambda: kernels._enabled)
+    monkeypatch.setattr(speed, "capture", capture)
+    run = make_run(few, tmp_path / "run", quick("finetune"))
+    notices = finish(run)["engine"]["notices"]
+    assert tries[:2] == [True, False]
+    assert sum(tries) == 1
+    assert notices == [
+        "stage 'main' could not be compiled and captured with our own kernels: RuntimeError: ptxas failed"
+    ]
 
 
 @pytest.mark.usefixtures("graph_engine")

@@ -174,7 +174,7 @@ def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
     scratch = resolve({"method": "podnet", "addons": ["ivt"], "dataset": "cifar100"})
     assert (scratch.base_classes, scratch.sections["ivt"]["interval"]) == (50, 10)
     small = resolve({"method": "slca", "dataset": "aircraft", "variant": "lite"}).sections["slca"]
-    assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "aircraft")
+    assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "photo")
     with pytest.raises(ConfigError, match="`tag`, which says whose"):
         resolve({"method": "flyp", "dataset": "folder"})
 

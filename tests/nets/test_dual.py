@@ -322,3 +322,8 @@ def test_the_small_pair_knows_what_words_mean() -> None:
     with torch.no_grad():
         grey = dual.encode_images(torch.zeros(1, 3, 224, 224))
     assert grey.norm().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_the_small_pair_takes_images_of_any_side() -> None:
+    assert input_of("lite0-minilm", None, None) == lite.INPUT
+    assert input_of("lite0-minilm", None, None, 160) == (160, lite.INPUT.mean, lite.INPUT.std)

@@ -85,6 +85,59 @@ def test_the_oracle_and_joint_training() -> None:
     assert others("cifar100", records) == []
 
 
+# Pre-trained models ------------------------------------------------------------------------------------------
+
+
+def pretrained(method: str, la: float, *addons: str, classes: int = 100, **changed: Any) -> dict[str, Any]:
+    given = {"dataset": "cifar100", "seed": 0, **changed}
+    config = resolve({"method": method, "addons": list(addons), **given})
+    metrics = {"AA": la + 5, "LA": la, "FM": 8.0, "fm_spu": -1.0}
+    return {
+        "method": method, "addons": list(addons), "dataset": config.dataset, "tasks": config.tasks, "oracle": False,
+        "seed": 0, "metrics": metrics, "config": config.resolved(), "seconds": 60.0, "class_order": [0] * classes,
+        "environment": {"device": "a card", "commit": "abc"},
+    }  # fmt: skip
+
+
+def parts(text: str) -> dict[str, list[str]]:
+    """Lines by their nearest heading."""
+    found: dict[str, list[str]] = {}
+    heading = ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        found.setdefault(heading, []).append(line)
+    return found
+
+
+def test_another_model_is_never_told_as_clip() -> None:
+    clip = [pretrained("flyp", 50.0), pretrained("flyp", 70.0, "ivt", flyp={"weights": "/a/copy"})]
+    lite = [pretrained("flyp", 11.0, variant="lite"), pretrained("flyp", 14.0, "ivt", variant="lite")]
+    made = parts(page([*clip, *lite]))
+    beside, alone = made["CLIP ViT-B/16: CIFAR-100"], made["Not CLIP: CIFAR-100"]
+    assert row_of(beside, "| flyp | 10 | 55")[2:] == ["55.00", "69.86", "50.00", "52.45", "8.00", "-1.00", "29.43"]
+    assert "| flyp | 10 | 20.00 | 20.00 | 0.00 | +23.36 |" in beside
+    assert row_of(alone, "| flyp | 10 | 16")[2:] == ["16.00", "11.00", "8.00", "-1.00"]
+    assert "| flyp | 10 | 3.00 | 3.00 | 0.00 |" in alone
+    assert not [line for line in beside if "11.00" in line or "14.00" in line]
+    assert not [line for line in alone if any(number in line for number in ("52.45", "23.36", "50.00"))]
+    assert row_of(alone, "| spu | 10 |")[2:] == ["not run"] * 4
+    scratch = next(lines for heading, lines in made.items() if "from scratch" in heading)
+    assert not [line for line in scratch if "flyp" in line]
+
+
+def test_what_is_not_the_presets_stands_apart() -> None:
+    other = pretrained("flyp", 33.0, variant="lite", flyp={"pixels": 96})
+    few = pretrained("slca", 44.0, dataset="aircraft", tasks=5, classes=20, variant="lite")
+    rate = pretrained("flyp", 66.0, variant="lite", held_out=10, stop_after=2, flyp={"lr": 3e-5})
+    made = parts(page([other, few, rate]))
+    assert row_of(made["Not CLIP: CIFAR-100"], "| flyp | 10 |")[3] == "not run"
+    assert row_of(made["Not CLIP: FGVC-Aircraft, 20 of its 100 variants"], "| slca | 5 |")[3] == "44.00"
+    assert "| 3e-05 | 71.00 | 66.00 |" in made["The learning rate, on held-out training images"]
+    (line,) = [line for line in made["Other runs of pre-trained models"] if "lite0" in line]
+    assert "lite0-minilm, 96 px" in line
+
+
 def test_committed_page_is_current() -> None:
     if not (RESULTS / "REPRODUCED.md").exists():
         return

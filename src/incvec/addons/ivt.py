@@ -5,6 +5,10 @@ theta <- anchor + S (theta - anchor), S = (Fbar_{t-1} + Fbar_t)^-1 Fbar_t. Balan
 alone unless `stages` names their roles; there F_t stays the main stage's. F_1 is the batch Fisher of the base
 task's last epoch, which every run shares, or a measuring pass over single samples (`first_fisher="sample"`).
 
+The anchor, Fbar and F take three times the trained parameters in float32: 3 x 0.6 GB for CLIP ViT-B/16. `memory="host"`
+keeps the first two in host memory and streams them at a teleport. A snapshot holds Fbar, as large as the model once
+more, which a run that begins there and the lab's `curvature` need; of pre-trained models only with `snapshot_fisher`.
+
 The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
 with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`).
 """
@@ -31,6 +35,10 @@ class IVTOptions(Options):
     first_fisher: Literal["batch", "sample"] = "batch"
     optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
     batchnorm: Literal["keep", "interpolate", "recalibrate"] = "keep"
+    memory: Literal["device", "host"] = Field("device", description="where the anchor and Fbar lie")
+    snapshot_fisher: bool | None = Field(
+        None, description="whether a task's snapshot holds Fbar; none: where the model is trained from scratch"
+    )
     stages: Annotated[tuple[Role, ...], Field(strict=False)] = ("main",)
 
 
@@ -47,6 +55,7 @@ class IVTAddOn(AddOn):
             method.model,
             interval=None,  # the engine counts a stage's epochs
             structure=options.structure,
+            memory=options.memory,
             listen=False,  # and calls `accumulate` inside its step
         )
         self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they are interpolated
@@ -58,6 +67,16 @@ class IVTAddOn(AddOn):
         if not method.trains:
             return f"{method.name} trains nothing: there is no increment."
         return f"{method.name} trains all classes as one task: there is no increment." if method.joint else None
+
+    @classmethod
+    def refuses_options(cls, options: Any, method: type[Method], method_options: Any) -> str | None:
+        if options.first_fisher == "sample" and method.contrasts(method_options):
+            return (
+                f"first_fisher=sample takes gradients of single images, but {method.name}'s loss contrasts the images "
+                "of a batch: alone in it, an image has none to tell apart, and its gradient is 0. Use "
+                "ivt.first_fisher=batch."
+            )
+        return None
 
     # Stages of its own ----------------------------------------------------------------------------------
 
@@ -77,7 +96,8 @@ class IVTAddOn(AddOn):
         return [*stages[:place], recalibrate, *stages[place:]]
 
     def _measure(self, main: Stage, name: str, batch_size: int, groups: tuple[Group, ...], loss: Any) -> Stage:
-        frozen: Literal["train", "frozen"] = "frozen" if batch_size == 1 else "train"
+        still = batch_size == 1 or (name == "fisher" and main.batchnorm == "frozen")
+        frozen: Literal["train", "frozen"] = "frozen" if still else "train"
         return Stage(
             name=f"ivt-{name}",
             role="measure",
@@ -172,7 +192,7 @@ class IVTAddOn(AddOn):
             new_fisher = self.plugin.fisher.get(f"{name}.weight")
             if old_fisher is None or new_fisher is None:  # a layer that is new, or rests: it is not teleported
                 continue
-            s = scale(old_fisher, new_fisher).mean()
+            s = scale(old_fisher.to(new_fisher.device), new_fisher).mean()
             for kind in ("running_mean", "running_var"):
                 buffer, old = getattr(module, kind), self.buffers[f"{name}.{kind}"]
                 buffer.copy_(old + s * (buffer - old))
@@ -206,6 +226,10 @@ class IVTAddOn(AddOn):
         found |= {f"buffers/{name}": tensor for name, tensor in self.buffers.items()}
         return found | {f"sums/{name}": tensor for name, tensor in self.sums.items()}
 
+    def snapshot(self) -> dict[str, Tensor]:
+        asked = self.options.snapshot_fisher
+        return self.state() if (not self.method.pretrained if asked is None else asked) else {}
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         own = {"buffers/": self.buffers, "sums/": self.sums}
         for prefix, kept in own.items():
@@ -225,7 +249,8 @@ class IVTAddOn(AddOn):
             old = self.plugin.cumulative.get(name)
             if old is None or old.shape != parameters[name].shape:
                 continue
-            moved = (parameters[name] - self.plugin.anchor[name]).square().sum()
+            old, anchor = (tensor.to(new.device) for tensor in (old, self.plugin.anchor[name]))
+            moved = (parameters[name] - anchor).square().sum()
             row = (scale(old, new).sum(), new.sum(), old.sum(), moved, torch.tensor(float(old.numel())))
             for part in ("all", ".".join(name.split(".")[:3])):
                 parts.setdefault(part, []).append(tuple(value.double().cpu() for value in row))

@@ -4,17 +4,22 @@ Classes are the variants, numbered in the order of variants.txt; training images
 images those of `test` (3,333). They are kept as squares of 224 pixels, the short side resized (bicubic, antialiased)
 and the centre cut out, which is CLIP's preparation. As torchvision leaves it, the strip with the copyright stays.
 
-A copy with fewer variants is one whose variants.txt names only those.
+A copy with fewer variants is one whose variants.txt names only those; `copy` makes one, from a whole copy or from
+encoded images in one .npz file. There an image may have another format than JPEG, told by its file's suffix.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from incvec.data.dataset import Dataset
-from incvec.data.folder import IMAGENET, _decode, _each, open_image
+from incvec.data.folder import EXTENSIONS, IMAGENET, _decode, _each, open_image
 from incvec.errors import DataError
 
 FOLDER = "fgvc-aircraft-2013b"
@@ -53,9 +58,18 @@ def list_files(root: str | Path | None) -> tuple[Path, tuple[str, ...], dict[str
             name, _, variant = line.partition(" ")
             if variant not in number:
                 raise DataError(f"{table} has an image of {variant!r}, which variants.txt does not name")
-            rows.append((folder / "images" / f"{name}.jpg", number[variant]))
+            rows.append((_image(folder / "images", name), number[variant]))
         found[part] = tuple(rows)
     return folder, variants, found
+
+
+def _image(folder: Path, name: str) -> Path:
+    """The image's file: a JPEG, as published, or one of another format in a copy."""
+    usual = folder / f"{name}.jpg"
+    if usual.exists():
+        return usual
+    others = (folder / f"{name}{suffix}" for suffix in sorted(EXTENSIONS))
+    return next((path for path in others if path.exists()), usual)
 
 
 def load(root: str | Path | None, size: int = SIZE) -> Dataset:
@@ -77,6 +91,7 @@ def load(root: str | Path | None, size: int = SIZE) -> Dataset:
         flip=True,
         fingerprint=digest.hexdigest(),
         normalisations={"default": IMAGENET},
+        about={"variants": len(variants)},
     )
 
 
@@ -90,3 +105,68 @@ def check(root: str | Path) -> list[str]:
         f"{counts['train']} training and {counts['test']} test images, {len(variants)} variants",
         f"{min(w for w, _ in sizes)} pixels wide or more, all readable",
     ]
+
+
+# Copies ----------------------------------------------------------------------------------------------------
+
+Rows = list[tuple[str, str, Callable[[Path], object]]]  # an image's name, its variant, and what writes its file
+
+
+def copy(source: Path, root: Path, variants: Sequence[str] | None = None) -> list[str]:
+    """Write some variants (all where none are named) into ROOT, with the split they have; a report in lines.
+
+    The source is a whole copy, or an .npz file with the arrays `label` and `is_test` (one for each image),
+    `class_names`, and encoded images one behind the other: their bytes in an array named after the format (`webp`,
+    `jpg`, `png`), the place where each begins and the last one ends in `offsets`. Bytes are copied, never encoded anew.
+    """
+    known, suffix, parts = _shard(source) if source.suffix == ".npz" else _whole(source)
+    strange = [name for name in variants or () if name not in known]
+    if strange:
+        raise DataError(f"{source} has no variant {strange[0]!r}; it has {', '.join(known[:5])}, ... ({len(known)})")
+    kept = [name for name in known if variants is None or name in variants]
+    folder = root / FOLDER / "data"
+    if (folder / "variants.txt").exists():
+        raise DataError(f"{folder} is there already; move it away or choose another folder")
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    counts = []
+    for part, split in PARTS.items():
+        rows = [row for row in parts[part] if row[1] in kept]
+        for name, _, write in rows:
+            write(folder / "images" / f"{name}{suffix}")
+        lines = "".join(f"{name} {variant}\n" for name, variant, _ in rows)
+        (folder / f"images_variant_{split}.txt").write_text(lines)
+        counts.append(f"{len(rows)} {split}")
+    (folder / "variants.txt").write_text("".join(f"{name}\n" for name in kept))  # last: now it is complete
+    return [f"{len(kept)} variants, {' and '.join(counts)} images in {folder}"]
+
+
+def _whole(source: Path) -> tuple[tuple[str, ...], str, dict[str, Rows]]:
+    _, known, files = list_files(source)
+    suffix = files["train"][0][0].suffix
+
+    def row(path: Path, label: int) -> tuple[str, str, Callable[[Path], object]]:
+        return path.stem, known[label], lambda target: shutil.copyfile(path, target)
+
+    return known, suffix, {part: [row(path, label) for path, label in rows] for part, rows in files.items()}
+
+
+def _shard(source: Path) -> tuple[tuple[str, ...], str, dict[str, Rows]]:
+    try:
+        with np.load(source) as arrays:  # pickled arrays are refused
+            found = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source} cannot be read as arrays: {error}") from error
+    format_ = next((name for name in ("webp", "jpg", "png") if name in found), None)
+    missing = [name for name in ("label", "is_test", "class_names", "offsets") if name not in found]
+    if missing or format_ is None:
+        raise DataError(f"{source} lacks {', '.join(missing) or 'the images (webp, jpg or png)'}; it has {list(found)}")
+    known = tuple(str(name) for name in found["class_names"])
+    encoded, ends = found[format_].tobytes(), found["offsets"].tolist()
+    parts: dict[str, Rows] = {part: [] for part in PARTS}
+    for i, (label, test) in enumerate(zip(found["label"].tolist(), found["is_test"].tolist(), strict=True)):
+
+        def write(target: Path, content: bytes = encoded[ends[i] : ends[i + 1]]) -> int:
+            return target.write_bytes(content)
+
+        parts["test" if test else "train"].append((f"{i:07d}", known[label], write))
+    return known, f".{format_}", parts

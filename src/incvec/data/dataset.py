@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,3 +78,27 @@ class Dataset:
                 f"{self.name} has no normalisation {name!r}, only {known}." + nearest(name, self.normalisations)
             )
         return self.normalisations[name]
+
+
+def hold_out(dataset: Dataset, every: int) -> Dataset:
+    """The data set with every n-th training image of each class in the place of the test images.
+
+    For choosing settings: what is held out is not trained on, and the test images are not looked at.
+    """
+    images, labels = dataset.train_images, dataset.train_labels
+    if not isinstance(images, Tensor):
+        raise ConfigError(f"held_out needs images in memory; {dataset.name} is streamed from a packed store")
+    order = labels.argsort(stable=True)
+    counts = torch.bincount(labels, minlength=dataset.n_classes)
+    first = counts.cumsum(0) - counts
+    place = torch.empty_like(labels)  # of each image among those of its class
+    place[order] = torch.arange(len(labels)) - first[labels[order]]
+    aside = place % every == every - 1
+    return replace(
+        dataset,
+        train_images=images[~aside],
+        train_labels=labels[~aside],
+        test_images=images[aside],
+        test_labels=labels[aside],
+        fingerprint=f"{dataset.fingerprint}, every {every}th training image held out",
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from incvec.data import aircraft, cifar, digits, folder, packed, stores
-from incvec.data.dataset import Dataset
+from incvec.data.dataset import Dataset, hold_out
 from incvec.data.packed import Placement
 from incvec.errors import ConfigError, DataError, nearest
 
@@ -70,9 +70,11 @@ def load_dataset(
     test_folder: str | None = None,
     class_list: str | None = None,
     placement: Placement | None = None,
+    held_out: int | None = None,
 ) -> Dataset:
     """The data set of that name. `test_every` and `test_folder` belong to "folder" alone; `class_list` (a list's
-    name or a file) and `placement` (on the device or streamed to it; none: by its memory) to packed stores.
+    name or a file) and `placement` (on the device or streamed to it; none: by its memory) to packed stores. With
+    `held_out`, every n-th training image of a class stands in the place of the test images.
 
     `size` is the side of the square images (64 where none is given); without train/, every `test_every`-th
     file (the fifth) is a test image; `test_folder` names the one to use where both test/ and val/ are there, or
@@ -81,6 +83,12 @@ def load_dataset(
     if name not in DATASETS:
         known = ", ".join(DATASETS)
         raise ConfigError(f"no data set is called {name!r}, only {known}." + nearest(name, DATASETS))
+    if held_out is not None:
+        whole = load_dataset(
+            name, root, download, size=size, test_every=test_every, test_folder=test_folder, class_list=class_list,
+            placement=placement,
+        )  # fmt: skip
+        return hold_out(whole, held_out)
     if name in stores.NAMED or name == "packed":
         if download or test_every is not None or test_folder is not None:
             raise ConfigError(f"{name!r} is read as it was packed: it takes no download, test_every or test_folder")

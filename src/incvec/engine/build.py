@@ -81,8 +81,12 @@ def check_names(config: RunConfig) -> None:
         if reason:
             raise ConfigError(f"add-on {name!r} cannot go with {' + '.join([config.method, *before])}: {reason}")
         before.append(name)
-        config.options(name, find_addon(name).Options)
-    config.options(config.method, method.Options)
+    own = config.options(config.method, method.Options)
+    for name in config.addons:
+        addon = find_addon(name)
+        reason = addon.refuses_options(config.options(name, addon.Options), method, own)
+        if reason:
+            raise ConfigError(f"add-on {name!r} cannot go with {config.method} so: {reason}")
 
 
 def autocaster(device: torch.device, precision: str) -> Any:
@@ -104,6 +108,7 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
     tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
+    tasks = tasks[: config.stop_after]
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"

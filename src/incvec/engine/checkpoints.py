@@ -47,10 +47,13 @@ def live_tensors(
     return found
 
 
-def snapshot_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def snapshot_of(parts: Parts) -> dict[str, Tensor]:
     """A task's model, with what a run needs to begin there: no teacher, no optimiser."""
-    left_out = ("method/teacher.", "loop/", "fisher/")
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(left_out)}
+    tensors = live_tensors(parts, None, None, addons=False)
+    found = {name: tensor for name, tensor in tensors.items() if not name.startswith("method/teacher.")}
+    for addon in parts.addons:
+        found |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.snapshot().items()}
+    return found
 
 
 def trained_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -100,7 +103,9 @@ def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any
     return ""
 
 
-def check_start(config: RunConfig, dataset: Dataset, parts: Parts, meta: Mapping[str, Any]) -> None:
+def check_start(
+    config: RunConfig, dataset: Dataset, parts: Parts, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+) -> None:
     """A run may begin at another's snapshot where both have the same past: network, classes, add-ons."""
     where = f"{config.start} cannot be begun at"
     if meta.get("kind") != "snapshot":
@@ -116,6 +121,13 @@ def check_start(config: RunConfig, dataset: Dataset, parts: Parts, meta: Mapping
         raise CheckpointError(
             f"{where}: its run had no add-on {', '.join(lacking)}, whose memory of the tasks so far is missing. "
             f"Begin at a snapshot of a run with {', '.join(config.addons)}."
+        )
+    kept = {name.split("/")[1] for name in tensors if name.startswith("addon/")}
+    bare = [addon.name for addon in parts.addons if addon.state() and addon.name not in kept]
+    if bare:
+        raise CheckpointError(
+            f"{where}: what {bare[0]} remembers of the tasks so far was not kept in it. Train that run with "
+            f"--set {bare[0]}.snapshot_fisher=true."
         )
 
 

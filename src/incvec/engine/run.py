@@ -172,7 +172,7 @@ class Run:
             return f"task {task + 1}, stage {stage + 1}, epoch {epoch}"
         if self.config.start:
             tensors, meta = read_tensors(Path(self.config.start))
-            checkpoints.check_start(self.config, self.dataset, self.parts, meta)
+            checkpoints.check_start(self.config, self.dataset, self.parts, tensors, meta)
             self._load(checkpoints.trained_of(tensors), meta)
             return f"snapshot {self.config.start}"
         return None
@@ -270,9 +270,9 @@ class Run:
             found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks)
             for name, counts in found.items():
                 self.progress.correct.setdefault(name, []).append(counts)
-            trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
-            snapshot = {**checkpoints.snapshot_of(self._tensors()), **trained}
-            if self.ranks.is_first:
+            if self.ranks.is_first and self.config.snapshots:
+                trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
+                snapshot = {**checkpoints.snapshot_of(self.parts), **trained}
                 write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", (task.index + 1, 0, 0)))
         matrix = self.matrix()
         totals = task_counts(self.parts)

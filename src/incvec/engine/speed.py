@@ -10,6 +10,7 @@ from torch import Tensor
 from incvec.engine.ranks import ALONE, Ranks
 from incvec.engine.stage import StageLoop, capture
 from incvec.engine.trouble import account, free, is_full
+from incvec.nets import kernels
 
 Way = tuple[str, str]  # a stage's name, and an attempt at it
 ATTEMPTS = ("compiled and captured", "captured")
@@ -30,7 +31,7 @@ def speed_up(
     which a capture must not see; `renew` puts fresh generators in the place of those a broken capture has left
     unusable, and returns that of the views. `failed` remembers what need not be tried again in a later task.
 
-    Where memory is full, the capture is tried once more with the warm-up's memory given back. If that does not do and
+    What fails with our own kernels is tried without them before it goes a slower way. Where memory is full, the capture is tried once more with the warm-up's memory given back. If that does not do and
     other runs are at work (`crowded`), the error is theirs to deal with; a run alone goes on eagerly.
     """
     attempts = [attempt for attempt in ATTEMPTS if (loop.stage.name, attempt) not in failed]
@@ -58,6 +59,9 @@ def speed_up(
                 continue
             attempts = []  # what is captured without compilation needs no less
             problem = f"the memory {account(loop.world.device)} is full"
+        elif kernels.available():
+            kernels.enable(False)  # they may be to blame: once more without them, for every run of this process
+            attempt += " with our own kernels"
         else:
             failed.add((loop.stage.name, attempts.pop(0)))
         yield f"stage {loop.stage.name!r} could not be {attempt}: {problem or 'not on every rank'}"[:500]

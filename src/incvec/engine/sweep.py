@@ -3,12 +3,16 @@
 A sweep file is YAML: `name`, `summary`, and `runs`, a list of blocks. In a block every value that is a list is
 varied, and the block stands for all combinations; `addons` is varied over lists of names. Other keys are as in a
 run's configuration (`podnet: {memory: [5, 10, 20]}` varies inside a section).
+
+A sweep may have a `check`: the first run that fits its `of` (settings, such as `method: zeroshot`) goes before all
+others, and where its `metric` is further than `within` from `expected`, nothing else is run.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +25,51 @@ from incvec.errors import ConfigError
 PLAIN_LISTS = {"class_order", "milestones", "base_milestones", "stages"}  # lists that are one value
 
 
-def read_sweep(path: Path) -> list[dict[str, Any]]:
-    """The run settings that a sweep file stands for, in its order."""
+@dataclass(frozen=True)
+class Check:
+    """What one run has to show before the others are worth their time."""
+
+    of: Mapping[str, Any]
+    metric: str
+    expected: float
+    within: float
+    hint: str = ""
+
+    def judge(self, record: Mapping[str, Any]) -> None:
+        found = record["metrics"][self.metric]
+        if found is None or abs(found - self.expected) > self.within:
+            raise ConfigError(
+                f"{record['method']} has {self.metric} {found if found is None else round(found, 2)}, expected "
+                f"{self.expected} within {self.within}: nothing else of this sweep was run. {self.hint}".strip()
+            )
+
+
+def read_content(path: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not a sweep: {error}.") from None
     if not isinstance(content, Mapping) or not isinstance(content.get("runs"), list):
         raise ConfigError(f"{path} is not a sweep: it needs `runs`, a list of blocks.")
+    return content
+
+
+def read_check(path: Path) -> Check | None:
+    """The sweep's check, where it has one."""
+    given = read_content(path).get("check")
+    if given is None:
+        return None
+    try:
+        return Check(**given)
+    except TypeError:
+        raise ConfigError(
+            f"{path}: `check` takes of, metric, expected, within and hint; it was given {given!r}."
+        ) from None
+
+
+def read_sweep(path: Path) -> list[dict[str, Any]]:
+    """The run settings that a sweep file stands for, in its order."""
+    content = read_content(path)
     found: list[dict[str, Any]] = []
     for block in content["runs"]:
         if not isinstance(block, Mapping):

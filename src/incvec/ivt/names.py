@@ -51,12 +51,11 @@ def fisher_shape(parameter: Tensor, kernel: bool) -> torch.Size:
 
 
 def grown(name: str, old: Tensor, parameter: Tensor, kernel: bool) -> Tensor:
-    """Fbar for the parameter as it is now: padded with zeros on dimension 0, on the parameter's device.
+    """Fbar for the parameter as it is now: padded with zeros on dimension 0.
 
     A row without a past has Fbar = 0, hence S = 1.
     """
     shape = fisher_shape(parameter, kernel)
-    old = old.to(parameter.device)
     if old.shape == shape:
         return old
     if not shape or old.dim() != len(shape) or old.shape[1:] != shape[1:] or old.shape[0] > shape[0]:

@@ -83,20 +83,20 @@ def block_scale(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) -
     return torch.eye(complement.shape[-1], dtype=torch.float64, device=complement.device) - complement
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of tensors to handle together: one device and dtype, a bounded number of elements."""
+def _chunks(parameters: Sequence[Tensor], anchors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of tensors to handle together: one device and dtype of the sums, a bounded number of elements."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    for index, (parameter, anchor) in enumerate(zip(parameters, anchors, strict=True)):
+        groups.setdefault((parameter.device, anchor.dtype), []).append(index)
     for group in groups.values():
         chunk: list[int] = []
         elements = 0
         for index in group:
-            if chunk and elements + tensors[index].numel() > _CHUNK_ELEMENTS:
+            if chunk and elements + parameters[index].numel() > _CHUNK_ELEMENTS:
                 yield chunk
                 chunk, elements = [], 0
             chunk.append(index)
-            elements += tensors[index].numel()
+            elements += parameters[index].numel()
         yield chunk
 
 
@@ -113,14 +113,16 @@ def teleport_(
 ) -> list[Tensor]:
     """The diagonal teleport of many tensors in place; per tensor its `STATISTICS`, left on the device.
 
-    Tensors travel in flat chunks, so that a network of a hundred small tensors costs a handful of kernels.
+    Tensors travel in flat chunks, so that a network of a hundred small tensors costs a handful of kernels. Anchors and
+    Fishers that lie elsewhere (in host memory) are brought to the parameters' device chunk by chunk.
     """
     statistics = [torch.empty(0)] * len(parameters)
-    for chunk in _chunks(anchors):
+    for chunk in _chunks(parameters, anchors):
         sizes = [parameters[i].numel() for i in chunk]
 
         def flat(tensors: Sequence[Tensor], chunk: list[int] = chunk) -> Tensor:
-            return torch.cat([tensors[i].reshape(-1) for i in chunk])
+            near = (tensors[i].to(parameters[i].device, non_blocking=True) for i in chunk)
+            return torch.cat([tensor.reshape(-1) for tensor in near])
 
         anchor, prev, new = flat(anchors), flat(fisher_prev), flat(fisher_new)
         increment = flat(parameters).to(anchor.dtype) - anchor
@@ -147,6 +149,7 @@ def block_teleport_(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fish
     parameter and anchor are (out, in, k, k), the Fishers (out, in, k*k, k*k); their sums are those of the
     diagonals.
     """
+    anchor, fisher_prev = (tensor.to(parameter.device, non_blocking=True) for tensor in (anchor, fisher_prev))
     side = fisher_prev.shape[-1]
     increment = (parameter.to(anchor.dtype) - anchor).reshape(-1, side, 1)
     prev, new = fisher_prev.reshape(-1, side, side), fisher_new.reshape(-1, side, side)

@@ -80,7 +80,10 @@ def curvature(run: Path, dataset: Dataset, setting: Setting, told: Told | None =
 def fishers(rebuilt: Rebuilt) -> dict[str, Tensor]:
     """Fbar by parameter, as the add-on had it after the task."""
     rooms, device = rebuilt.rooms.get("addon", {}), rebuilt.parts.world.device
-    return {n.removeprefix(CUMULATIVE): t.to(device) for n, t in rooms.items() if n.startswith(CUMULATIVE)}
+    found = {n.removeprefix(CUMULATIVE): t.to(device) for n, t in rooms.items() if n.startswith(CUMULATIVE)}
+    if not found:
+        raise DataError("the run's snapshots hold no Fisher; train it with --set ivt.snapshot_fisher=true.")
+    return found
 
 
 def is_block(fisher: Tensor, parameter: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from incvec.config import Ints, TrainOptions
 from incvec.contracts import Input, Stage, Task
 from incvec.data.prompts import sentences, templates
+from incvec.errors import ConfigError
 from incvec.methods.common import ImageMethod, extract
 from incvec.nets.dual import Dual, TwoTower, build_dual, check_dual, class_vectors, input_of
 
@@ -30,6 +31,7 @@ class DualOptions(TrainOptions):
     net: str = Field("clip", description="clip, lite0-minilm, or a backbone's name for a random one")
     weights: str | None = Field(None, description="of clip: a hub name, a folder, or a state dict's file")
     tag: str | None = Field(None, description="of clip: whose weights they are; it goes into the record")
+    pixels: int | None = Field(None, ge=32, description="of lite0-minilm: the images' side; none: 224, its own")
     templates: str = Field("photo", description="prompt templates of the evaluation, by name")
     caption: str = Field("a photo of {}", description="a training image's sentence; {} stands for the class")
     epochs: int = Field(10, ge=1)
@@ -43,6 +45,8 @@ class DualOptions(TrainOptions):
     @model_validator(mode="after")
     def _known(self) -> Self:
         check_dual(self.net, self.weights, self.tag)
+        if self.pixels is not None and self.net != "lite0-minilm":
+            raise ConfigError(f"pixels = {self.pixels} is for lite0-minilm; {self.net} takes images of one size.")
         templates(self.templates)
         return self
 
@@ -57,7 +61,7 @@ class DualMethod(ImageMethod):
 
     @classmethod
     def input(cls, options: DualOptions) -> Input | None:
-        return input_of(options.net, options.weights, options.tag)
+        return input_of(options.net, options.weights, options.tag, options.pixels)
 
     def __init__(self, options: DualOptions, world: Any) -> None:
         super().__init__(options, world)

@@ -52,6 +52,10 @@ class FLYP(DualMethod):
     Options: ClassVar[type] = FLYPOptions
     options: FLYPOptions
 
+    @classmethod
+    def contrasts(cls, options: FLYPOptions) -> bool:
+        return options.targets != "classes"
+
     def loss(self, batch: Batch) -> Terms:
         dual = self.model.dual
         images = self.model.unit(dual.image_tower(batch.images))

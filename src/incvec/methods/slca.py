@@ -85,6 +85,11 @@ class SLCA(FLYP):
     Options = SLCAOptions
     options: SLCAOptions
 
+    @classmethod
+    def contrasts(cls, options: FLYPOptions) -> bool:
+        assert isinstance(options, SLCAOptions)
+        return options.form == "two-tower" and super().contrasts(options)
+
     @property
     def linear(self) -> bool:
         return self.options.form == "linear"

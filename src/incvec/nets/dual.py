@@ -228,8 +228,8 @@ def check_dual(net: str, weights: str | None, tag: str | None) -> None:
         raise ConfigError(f"`weights` and `tag` belong to clip; with {net} both are null, so that no record lies.")
 
 
-def input_of(net: str, weights: str | None, tag: str | None) -> Input | None:
-    """The images a model was made for; None where it takes them as they are."""
+def input_of(net: str, weights: str | None, tag: str | None, pixels: int | None = None) -> Input | None:
+    """The images a model was made for, `pixels` wide where it takes any size; None: it takes them as they are."""
     if net == "clip":
         from incvec.nets.clip import clip_input
 
@@ -237,7 +237,7 @@ def input_of(net: str, weights: str | None, tag: str | None) -> Input | None:
     if net == "lite0-minilm":
         from incvec.nets.lite import INPUT
 
-        return INPUT
+        return INPUT if pixels is None else INPUT._replace(size=pixels)
     return None
 
 

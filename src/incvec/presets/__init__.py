@@ -43,6 +43,8 @@ SETTINGS = (
     "start",
     "image_size",
     "sync_batchnorm",
+    "held_out",
+    "stop_after",
 )
 
 

@@ -56,10 +56,14 @@ class Comparison:
 
 
 @cache
-def paper() -> dict[str, Any]:
-    """The paper's values, by data set, row and number of tasks."""
+def paper_file() -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((resources.files(__package__) / "paper.yaml").read_text())
     return content
+
+
+def paper() -> dict[str, Any]:
+    """The paper's values of networks trained from scratch, by data set, row and number of tasks."""
+    return {name: content for name, content in paper_file().items() if name != "pretrained"}
 
 
 def row_name(record: Mapping[str, Any]) -> str:
@@ -279,8 +283,25 @@ def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def made_from(used: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where the numbers come from, in a line."""
+    if not used:
+        return []
+    devices = sorted({r["environment"]["device"] for r in used})
+    commits = sorted({str(r["environment"]["commit"]) for r in used})
+    hours = sum(r["seconds"] for r in used) / 3600
+    return [
+        "",
+        f"{len(used)} records; {', '.join(devices)}; commits {', '.join(commits)}; the runs' own time "
+        f"adds up to {hours:.1f} h (several shared the device).",
+    ]
+
+
 def page(records: Sequence[Mapping[str, Any]]) -> str:
     """The whole page."""
+    from incvec.report import pretrained
+
+    every, records = records, [r for r in records if not pretrained.starts_pretrained(r)]
     lines = [
         "# Reproduced",
         "",
@@ -298,16 +319,8 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
             lines += ["", "### What the paper leaves open", "", *switches]
         if rest := others(dataset, records):
             lines += ["", "### Other runs", "", *rest]
-        used = [r for r in records if r["dataset"] == dataset]
-        if used:
-            devices = sorted({r["environment"]["device"] for r in used})
-            commits = sorted({str(r["environment"]["commit"]) for r in used})
-            hours = sum(r["seconds"] for r in used) / 3600
-            lines += [
-                "",
-                f"{len(used)} records; {', '.join(devices)}; commits {', '.join(commits)}; the runs' own time "
-                f"adds up to {hours:.1f} h (several shared the device).",
-            ]
+        lines += made_from([r for r in records if r["dataset"] == dataset])
+    lines += pretrained.section(every)
     return "\n".join(lines) + "\n"
 
 

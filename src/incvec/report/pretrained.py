@@ -1,0 +1,184 @@
+"""The part of `results/REPRODUCED.md` about pre-trained models: a table for each, headed with what it is.
+
+CLIP's stands beside the paper's numbers. Any other model's stands alone: its numbers are no reproduction of CLIP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from incvec.methods import find_method
+from incvec.presets import changed_settings
+from incvec.report.reproduced import made_from, paper_file, row_name, spread
+
+Records = Sequence[Mapping[str, Any]]
+MEASURES = ("AA", "LA", "FM", "fm_spu")
+OWN_FM = ("rapf",)  # rows whose FM in the paper is the written formula's
+
+
+@dataclass(frozen=True)
+class Part:
+    """One table: records of one data set with so many classes."""
+
+    dataset: str
+    title: str
+    classes: int
+    tasks: tuple[int, ...]
+    rows: tuple[str, ...]
+
+
+LITE_TITLE = "EfficientNet-Lite0 and MiniLM joined in closed form: a small dual encoder that is not CLIP"
+HOSTS = ("zeroshot", "flyp", "flyp + ivt", "slca", "slca + ivt")
+
+
+def clip_parts() -> list[Part]:
+    content = paper_file()["pretrained"]
+    return [Part(name, part["title"], 100, (5, 10), tuple(part["rows"])) for name, part in content.items()]
+
+
+def lite_parts() -> list[Part]:
+    rows = tuple(paper_file()["pretrained"]["cifar100"]["rows"])
+    return [
+        Part("cifar100", "CIFAR-100", 100, (10,), rows),
+        Part("aircraft", "FGVC-Aircraft, 20 of its 100 variants", 20, (5,), HOSTS),
+    ]
+
+
+def starts_pretrained(record: Mapping[str, Any]) -> bool:
+    return find_method(record["method"]).pretrained
+
+
+def chosen(part: Part, variant: str, records: Records) -> list[Mapping[str, Any]]:
+    """The records that belong in a table: the variant's own settings, all classes of the part, no oracle."""
+    found = []
+    for record in records:
+        if record["dataset"] != part.dataset or len(record["class_order"]) != part.classes:
+            continue
+        changed = set(changed_settings(record["config"])) - {"variant"}
+        changed = {key for key in changed if not key.endswith(".weights")}  # a local copy
+        if record["oracle"] or record["config"]["variant"] != variant or changed:
+            continue
+        found.append(record)
+    return found
+
+
+def values(row: str, tasks: int, records: Records) -> dict[str, str]:
+    """Each measure over the seeds, or that it was not run."""
+    own = [r for r in records if row_name(r) == row and r["tasks"] == tasks]
+    found = {}
+    for measure in MEASURES:
+        known = [value for r in own if (value := r["metrics"].get(measure)) is not None]
+        found[measure] = spread(known) if known else "not run" if not own else ""
+    return found
+
+
+def beside_the_paper(part: Part, records: Records) -> list[str]:
+    """CLIP's table: FM as written, and `fm_spu`, which the paper's column is but for RAPF's row."""
+    theirs = paper_file()["pretrained"][part.dataset]["rows"]
+    lines = ["| row | tasks | AA | paper | LA | paper | FM | fm_spu | paper |", "|---" * 9 + "|"]
+    for tasks in part.tasks:
+        for row in part.rows:
+            ours = values(row, tasks, records)
+            a, last, forgetting = ("" if value is None else f"{value:.2f}" for value in theirs[row][tasks])
+            forgetting += " (FM)" if row in OWN_FM else ""
+            cells = [ours["AA"], a, ours["LA"], last, ours["FM"], ours["fm_spu"], forgetting]
+            lines.append(f"| {row} | {tasks} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def alone(part: Part, records: Records) -> list[str]:
+    lines = ["| row | tasks | AA | LA | FM | fm_spu |", "|---" * 6 + "|"]
+    for tasks in part.tasks:
+        for row in part.rows:
+            lines.append(f"| {row} | {tasks} | " + " | ".join(values(row, tasks, records).values()) + " |")
+    return lines
+
+
+def gains(part: Part, records: Records, clip: bool) -> list[str]:
+    """What IVT adds, seed by seed; of CLIP, with what the paper says it adds."""
+    theirs = paper_file()["pretrained"][part.dataset]["rows"]
+    lines = []
+    for tasks in part.tasks:
+        for row in part.rows:
+            pairs = [
+                (plain["metrics"], ivt["metrics"])
+                for plain in records for ivt in records
+                if (row_name(plain), row_name(ivt)) == (row, f"{row} + ivt")
+                and plain["tasks"] == ivt["tasks"] == tasks and plain["seed"] == ivt["seed"]
+                and plain.get("order_seed") == ivt.get("order_seed")
+            ]  # fmt: skip
+            if not pairs:
+                continue
+            texts = [spread([b[m] - a[m] for a, b in pairs if None not in (a[m], b[m])]) for m in ("AA", "LA", "FM")]
+            paper = theirs[f"{row} + ivt"][tasks][1] - theirs[row][tasks][1]
+            texts += [f"{paper:+.2f}"] if clip else []
+            lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
+    heads = ["host", "tasks", "AA", "LA", "FM", *(["LA, paper"] if clip else [])]
+    head = ["", "IVT adds, in points:", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return [*head, *lines] if lines else []
+
+
+def section(records: Records) -> list[str]:
+    """All tables of pre-trained models, as lines."""
+    records = [r for r in records if starts_pretrained(r)]
+    lines = [
+        "",
+        "## Pre-trained: CLIP ViT-B/16 (the paper's table of pre-trained models)",
+        "",
+        "Commands: `incvec sweep clip-cifar100`, `incvec sweep clip-aircraft`. FM is the written formula; the paper's",
+        "own numbers agree with `fm_spu` instead, save RAPF's: several are below what the formula can give.",
+    ]
+    used: list[Mapping[str, Any]] = []
+    for part in clip_parts():
+        own = chosen(part, "paper", records)
+        lines += ["", f"### CLIP ViT-B/16: {part.title}", "", *beside_the_paper(part, own), *gains(part, own, True)]
+        used += own
+    lines += made_from(used)
+    lines += [
+        "",
+        f"## Pre-trained: {LITE_TITLE}",
+        "",
+        "None of these numbers is one of CLIP's or comparable with the paper's. Commands:",
+        "`incvec sweep lite-cifar100`, `incvec sweep lite-aircraft`; the learning rate is chosen once, by",
+        "`incvec sweep lite-rate`: FLYP without IVT, on training images held out of CIFAR-100's first two tasks.",
+    ]
+    lite: list[Mapping[str, Any]] = []
+    for part in lite_parts():
+        own = chosen(part, "lite", records)
+        lines += ["", f"### Not CLIP: {part.title}", "", *alone(part, own), *gains(part, own, False)]
+        lite += own
+    lines += rates(records) + made_from(lite) + others([r for r in records if r not in used and r not in lite])
+    return lines
+
+
+def rates(records: Records) -> list[str]:
+    """The choice of the learning rate."""
+    own = [r for r in records if r["config"].get("held_out") and r["config"]["variant"] == "lite"]
+    if not own:
+        return []
+    lines = ["", "### The learning rate, on held-out training images", "", "| rate | AA | LA |", "|---|---|---|"]
+    for r in sorted(own, key=lambda r: r["config"][r["method"]]["lr"]):
+        lines.append(f"| {r['config'][r['method']]['lr']:g} | {r['metrics']['AA']:.2f} | {r['metrics']['LA']:.2f} |")
+    return lines
+
+
+def others(records: Records) -> list[str]:
+    """Runs with other settings, each with its model's name."""
+    rows = [r for r in records if not r["config"].get("held_out")]
+    if not rows:
+        return []
+    lines = ["", "### Other runs of pre-trained models", "", "| run | model | data | tasks | seed | AA | LA | FM |"]
+    lines.append("|---" * 8 + "|")
+    for r in sorted(rows, key=lambda r: (r["dataset"], row_name(r), r["tasks"], r["seed"])):
+        own, m = r["config"][r["method"]], r["metrics"]
+        pixels = f"{own['pixels']} px" if own.get("pixels") else None
+        model = ", ".join(filter(None, (own["net"], own.get("tag"), pixels)))
+        name = row_name(r) + (" (oracle)" if r["oracle"] else "")
+        forgetting = "" if m["FM"] is None else f"{m['FM']:.2f}"
+        lines.append(
+            f"| {name} | {model} | {r['dataset']} ({len(r['class_order'])} classes) | {r['tasks']} | {r['seed']} | "
+            f"{m['AA']:.2f} | {m['LA']:.2f} | {forgetting} |"
+        )
+    return lines

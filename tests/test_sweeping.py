@@ -1,0 +1,141 @@
+"""Sweeps: settings for some of the runs, a check that goes before the others, and the pre-trained table's sweeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from incvec.cli import app
+from incvec.data import Dataset
+from incvec.engine.run import finish
+from incvec.engine.sweep import Check
+from incvec.errors import ConfigError
+from incvec.sweeping import plan, sweep, sweeps
+from tests.conftest import make_run, quick
+
+PAPER = {
+    ("zeroshot",), ("spu",), ("rapf",), ("flyp", "cofima"), ("flyp", "magmax"),
+    ("flyp",), ("flyp", "ivt"), ("slca",), ("slca", "ivt"),
+}  # fmt: skip
+
+
+def pairs(name: str) -> set[tuple[str, ...]]:
+    return {(config.method, *config.addons) for _, config in plan(name, [])}
+
+
+# The pre-trained table ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "expected"), [("clip-cifar100", 68.25), ("clip-aircraft", 24.45)])
+def test_clip_sweeps_are_the_papers_table(name: str, expected: float) -> None:
+    assert pairs(name) == PAPER
+    configs = [config for _, config in plan(name, [])]
+    assert {(config.tasks, config.base_classes, config.seed) for config in configs} == {(5, 0, 0), (10, 0, 0)}
+    own = [config.sections[config.method] for config in configs]
+    assert {(o["net"], o["weights"], o["tag"]) for o in own} == {("clip", "openai/clip-vit-base-patch16", "openai")}
+    assert {o["lr"] for o, c in zip(own, configs, strict=True) if c.method != "rapf"} == {5e-6}
+    shown = CliRunner().invoke(app, ["sweep", name, "--dry-run"])
+    assert shown.exit_code == 0
+    assert f"{expected}, within 1.0" in shown.output
+    first, second = shown.output.splitlines()[:2]
+    assert first.startswith("first")
+    assert "zeroshot" in second
+
+
+def test_lite_sweeps() -> None:
+    assert pairs("lite-cifar100") == PAPER
+    assert pairs("lite-aircraft") == {("zeroshot",), ("flyp",), ("flyp", "ivt"), ("slca",), ("slca", "ivt")}
+    for name, tasks in (("lite-cifar100", 10), ("lite-aircraft", 5)):
+        for _, config in plan(name, []):
+            own = config.sections[config.method]
+            assert (config.tasks, config.base_classes, config.variant) == (tasks, 0, "lite")
+            assert (own["net"], own["tag"]) == ("lite0-minilm", None)
+    rates = [config for _, config in plan("lite-rate", [])]
+    assert len({config.sections["flyp"]["lr"] for config in rates}) == len(rates) == 5
+    assert {(c.held_out, c.stop_after, c.addons) for c in rates} == {(10, 2, ())}
+    chosen = {config.sections["flyp"]["lr"] for _, config in plan("lite-cifar100", []) if config.method == "flyp"}
+    assert chosen <= {config.sections["flyp"]["lr"] for config in rates}
+
+
+# Settings for some of the runs -------------------------------------------------------------------------------
+
+
+def test_settings_go_to_the_runs_they_are_for() -> None:
+    settings = ["method.weights=mine", "ivt.interval=5", "slca.tau=0.2"]
+    for _, config in plan("clip-cifar100", settings):
+        own = config.sections[config.method]
+        assert own["weights"] == "mine"
+        assert config.sections.get("ivt", {"interval": 5})["interval"] == 5
+        assert own.get("tau", 0.2) == 0.2
+    with pytest.raises(ConfigError, match="no run of the sweep 'lite-aircraft' has that"):
+        plan("lite-aircraft", ["rapf.lr=1"])
+    with pytest.raises(ConfigError, match="unknown setting"):
+        plan("lite-aircraft", ["slca.wieght=1"])
+
+
+# The check ---------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, expected: float) -> Path:
+    content: dict[str, Any] = {
+        "name": "mine",
+        "check": {"of": {"method": "zeroshot"}, "metric": "LA", "expected": expected, "within": 60, "hint": "Why?"},
+        "runs": [
+            {"method": "flyp", "dataset": "digits", "flyp": {"net": "tiny", "epochs": 1}},
+            {"method": "zeroshot", "dataset": "digits", "zeroshot": {"net": "tiny"}},
+        ],
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def done(folder: Path) -> list[str]:
+    return sorted(path.parent.name.split("-")[1] for path in folder.glob("*/record.json"))
+
+
+def test_nothing_runs_after_a_failed_check(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.yaml", 200.0)
+    with pytest.raises(ConfigError, match=r"zeroshot has LA \d+\.?\d*, expected 200.0 within 60: nothing else.*Why\?"):
+        sweep(str(file), tmp_path / "out", None, ["stop_after=1"], 1, "flyp", Console(quiet=True))
+    assert done(tmp_path / "out") == ["zeroshot"]
+    write(file, 40)
+    assert sweep(str(file), tmp_path / "out", None, ["stop_after=1"], 1, "flyp", Console(quiet=True)) == 0
+    assert done(tmp_path / "out") == ["flyp", "zeroshot"]
+
+
+def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.yaml", 40)
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(content | {"check": content["check"] | {"of": {"method": "spu"}}}))
+    with pytest.raises(ConfigError, match="fits its check"):
+        sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
+    file.write_text(yaml.safe_dump(content | {"check": {"wihtin": 3}}))
+    with pytest.raises(ConfigError, match="takes of, metric, expected, within"):
+        sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
+    with pytest.raises(ConfigError, match="has FM None"):
+        Check({}, "FM", 1.0, 1.0).judge({"method": "zeroshot", "metrics": {"FM": None}})
+
+
+def test_every_packaged_sweep_can_be_planned() -> None:
+    for name in sweeps():
+        assert plan(name, [])
+
+
+# Part of a stream --------------------------------------------------------------------------------------------
+
+
+def test_a_run_may_stop_early(few: Dataset, tmp_path: Path) -> None:
+    """What it has then is what the whole run had at that point."""
+    whole = finish(make_run(few, tmp_path / "whole", quick("flyp")))
+    part = make_run(few, tmp_path / "part", quick("flyp", stop_after=2, snapshots=False))
+    record = finish(part)
+    assert record["accuracy"] == whole["accuracy"][:2]
+    assert record["config"]["stop_after"] == 2
+    assert "stop_after" not in whole["config"]
+    assert record["metrics"]["a"] == whole["metrics"]["a"][:2]
+    assert not part.snapshot_path(0).exists()
