@@ -31,8 +31,9 @@ def speed_up(
     which a capture must not see; `renew` puts fresh generators in the place of those a broken capture has left
     unusable, and returns that of the views. `failed` remembers what need not be tried again in a later task.
 
-    What fails with our own kernels is tried without them before it goes a slower way. Where memory is full, the capture is tried once more with the warm-up's memory given back. If that does not do and
-    other runs are at work (`crowded`), the error is theirs to deal with; a run alone goes on eagerly.
+    What fails with our own kernels is tried without them before it goes a slower way. Where memory is full, the
+    capture is tried once more with the warm-up's memory given back. If that does not do and other runs are at work
+    (`crowded`), the error is theirs to deal with; a run alone goes on eagerly.
     """
     attempts = [attempt for attempt in ATTEMPTS if (loop.stage.name, attempt) not in failed]
     freed = False
