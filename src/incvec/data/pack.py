@@ -29,9 +29,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from torch import Tensor
 
-from incvec.data.folder import open_image
+from incvec.data.decode import read_pixels
 from incvec.data.layouts import Layout
 from incvec.data.packed import (
     FORMAT,
@@ -55,20 +55,21 @@ CHUNK_ROWS = 256
 Progress = Callable[[int, int], None]  # images done, of how many
 
 
-def fitted(image: Image.Image, side: int) -> Bytes:
-    """Resize(side) and CenterCrop(side) as torchvision does them with tensors, bit for bit: [3, side, side].
+def fitted(pixels: Tensor, side: int) -> Bytes:
+    """Resize(side) and CenterCrop(side) of uint8 [H, W, 3] as torchvision does them with tensors, bit for bit.
 
-    With Pillow's images it does them slower and, in a few pixels of a thousand, one level of 255 apart.
+    Gives [3, side, side]. With Pillow's images torchvision is slower and, in a few pixels of a thousand, one level of
+    255 apart.
     """
-    width, height = image.size
+    height, width = pixels.shape[:2]
     short = min(width, height)
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    seen = pixels[None].permute(0, 3, 1, 2)  # batch first: only so does torch see the pixels' layout, and keeps it
     if short != side:
         long = int(side * max(width, height) / short)
         height, width = (long, side) if width <= height else (side, long)
-        pixels = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
+        seen = F.interpolate(seen, (height, width), mode="bilinear", antialias=True)
     left, top = round((width - side) / 2), round((height - side) / 2)
-    cut: Bytes = pixels[:, top : top + side, left : left + side].numpy()
+    cut: Bytes = seen[0, :, top : top + side, left : left + side].numpy()
     return cut
 
 
@@ -78,7 +79,7 @@ def make_chunk(root: str, chunk: Chunk) -> Done:
     bad = []
     for i, file in enumerate(chunk.files):
         try:
-            rows[i] = fitted(open_image(Path(file)), chunk.side)
+            rows[i] = fitted(read_pixels(Path(file)), chunk.side)
         except DataError as error:
             bad.append((i, str(error)))
     content = rows.data.cast("B")
@@ -242,7 +243,7 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
     # Not forked from here: a process with threads (a progress bar is one) must not be.
     context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     if os.name == "posix":
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "torchvision.io"])
     with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
         jobs: dict[Future[Done], Chunk] = {pool.submit(make_chunk, root, chunk): chunk for chunk in chunks}
         try:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,11 @@ from incvec.data.layouts import Layout
 from incvec.data.packed import FORMAT, PARTS, digest
 from incvec.errors import DataError
 
-VERSIONS = {"pillow": PIL.__version__, "torch": torch.__version__}  # of what makes the pixels
+VERSIONS = {
+    "pillow": PIL.__version__,
+    "torch": torch.__version__,
+    "torchvision": version("torchvision"),
+}  # of what makes the pixels; fmt: skip
 
 
 class Chunk(NamedTuple):
