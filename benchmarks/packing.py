@@ -10,7 +10,8 @@ ways take turns, each in as many processes and the same chunks of files, their s
 - decode as packing does: the same pixels, mostly by torchvision's decoder;
 - pack: decoded, brought to the store's side, hashed, on the disk (synced) and checked to open.
 
-Rates are each way's best; ratios are the median over the rounds, whose parts see the same machine.
+Rates are each way's best; ratios are the median over the rounds, whose parts see the same machine. The CPU time of the
+same work on one core is told beside them: on a machine that others use, it is the better measure.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from incvec.data.decode import read_pixels
 from incvec.data.folder import open_image
 from incvec.data.layouts import Layout, list_images
-from incvec.data.pack import CHUNK_BYTES, CHUNK_ROWS, cores, pack
-from incvec.data.plan import VERSIONS
+from incvec.data.pack import CHUNK_BYTES, CHUNK_ROWS, cores, make_chunk, pack
+from incvec.data.plan import VERSIONS, Chunk
+
+WAYS = ("decode, pillow", "decode, as packing does", "pack")
 
 
 def make_images(root: Path, count: int) -> None:
@@ -72,19 +76,41 @@ def decode_all(layout: Layout, read: Callable[[Path], object], chunk: int, worke
         assert sum(pool.map(partial(decode, read=read), pieces)) == len(files)
 
 
+def on_one_core(files: Sequence[Path], size: int, place: Path) -> dict[str, float]:
+    """CPU milliseconds an image, the ways taking turns every 32 images: other work on the machine hardly shows."""
+    piece = 32
+    (place / "shard").write_bytes(bytes(piece * 3 * size * size))
+    spent = dict.fromkeys(WAYS, 0.0)
+    for first in range(0, len(files) - piece + 1, piece):
+        names = tuple(str(file) for file in files[first : first + piece])
+        works: tuple[Callable[[], object], ...] = (
+            partial(decode, names, open_image),
+            partial(decode, names, read_pixels),
+            partial(make_chunk, str(place), Chunk(0, "shard", 0, size, names)),
+        )
+        for name, work in zip(WAYS, works, strict=True):
+            began = time.process_time()
+            work()
+            spent[name] += time.process_time() - began if first else 0.0  # the first turn warms up
+    counted = (len(files) // piece - 1) * piece
+    return {name: round(1000 * seconds / counted, 3) for name, seconds in spent.items()}
+
+
 def measure(root: Path, size: int, workers: int, place: Path, rounds: int) -> dict[str, object]:
+    load = os.getloadavg()[0]
     layout = list_images(root)
     files = [file for file, _ in (*layout.listing.train, *layout.listing.test)]
     chunk = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (3 * size * size)))
     decode_all(layout, open_image, chunk, workers)  # fills the disk's cache
-    rates: dict[str, list[float]] = {"decode (pillow)": [], "decode (as packing)": [], "pack": []}
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(rounds):
         store = place / f"store-{turn}"
-        for name, work in (
-            ("decode (pillow)", partial(decode_all, layout, open_image, chunk, workers)),
-            ("decode (as packing)", partial(decode_all, layout, read_pixels, chunk, workers)),
-            ("pack", partial(pack, layout, store, size, workers=workers)),
-        ):
+        works: tuple[Callable[[], object], ...] = (
+            partial(decode_all, layout, open_image, chunk, workers),
+            partial(decode_all, layout, read_pixels, chunk, workers),
+            partial(pack, layout, store, size, workers=workers),
+        )
+        for name, work in zip(WAYS, works, strict=True):
             began = time.perf_counter()
             work()
             rates[name].append(len(files) / (time.perf_counter() - began))
@@ -93,12 +119,16 @@ def measure(root: Path, size: int, workers: int, place: Path, rounds: int) -> di
     def ratio(below: str) -> float:
         return round(statistics.median(a / b for a, b in zip(rates["pack"], rates[below], strict=True)), 3)
 
+    torch.set_num_threads(1)
+    alone = on_one_core(files[:1056], size, place)
     return {
         "images": len(files), "bytes_an_image": round(statistics.mean(file.stat().st_size for file in files)),
         "size": size, "workers": workers, "cores": os.cpu_count(), "rounds": rounds, "versions": VERSIONS,
+        "load_at_start": round(load, 2),
         "images_per_second": {name: round(max(values), 1) for name, values in rates.items()},
-        "pack_over_decode_pillow": ratio("decode (pillow)"),
-        "pack_over_decode_as_packing": ratio("decode (as packing)"),
+        "pack_over_decode": {name: ratio(name) for name in WAYS[:2]},
+        "cpu_ms_an_image": alone,
+        "pack_over_decode_by_cpu_time": {name: round(alone[name] / alone["pack"], 3) for name in WAYS[:2]},
     }  # fmt: skip
 
 

@@ -353,4 +353,4 @@ def test_several_processes_make_the_same_bytes_and_end_with_their_parent(root, t
 def test_default_chunks_lie_within_shards(root, tmp_path):
     store = pack(list_images(root), tmp_path / "store", 16, workers=1)
     assert (store.parts["train"].chunk, store.parts["train"].rows) == (256, 15)
-    assert len(store.parts["train"].hashes) == 1
+    assert len(store.parts["train"].sums) == 1

@@ -6,7 +6,6 @@ Pillow's copy to an array; Pillow reads their headers first, and everything that
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -25,14 +24,14 @@ ORIENTATION = 0x0112  # EXIF's tag; 1 is upright
 def read_pixels(path: Path) -> Tensor:
     """The image as uint8 [H, W, 3], upright and RGB; a `DataError` names the file where it cannot be read."""
     try:
-        content = path.read_bytes()
+        content = bytearray(path.read_bytes())  # torch asks for memory that could be written
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Replace it or remove it.") from error
     pixels = _plain_jpeg(content)
     return torch.from_numpy(np.array(open_image(path))) if pixels is None else pixels
 
 
-def _plain_jpeg(content: bytes) -> Tensor | None:
+def _plain_jpeg(content: bytearray) -> Tensor | None:
     """The pixels of an upright grey or RGB JPEG; None for any other file, or a damaged one."""
     if not content.startswith(b"\xff\xd8") or not _has_decoder():
         return None
@@ -44,10 +43,7 @@ def _plain_jpeg(content: bytes) -> Tensor | None:
                 return None
             if ("exif" in image.info or "xmp" in image.info) and image.getexif().get(ORIENTATION, 1) != 1:
                 return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the bytes are read-only, and nobody writes to them
-            encoded = torch.frombuffer(content, dtype=torch.uint8)
-        pixels: Tensor = decode_jpeg(encoded, ImageReadMode.RGB).permute(1, 2, 0)
+        pixels: Tensor = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8), ImageReadMode.RGB).permute(1, 2, 0)
     except Exception:  # Pillow tells what is wrong with it
         return None
     return pixels

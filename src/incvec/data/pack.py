@@ -1,8 +1,8 @@
 """Packing: decode every image of a data set once, on all cores, into a store (see packed.py).
 
 Images lie at fixed places in the shards, so that processes write without knowing of one another. The unit of work is
-a chunk of rows; a journal has a line, with the hash of its bytes, for every chunk that was written. Packing that was
-broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those is
+a chunk of rows; a journal has a line, with a checksum of its bytes, for every chunk that was written. Packing that
+was broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those is
 made again. `store.json` is written last, once all files are on the disk.
 
 Images are turned as their EXIF says, made RGB, and brought to the side as torchvision's Resize and CenterCrop do.
@@ -41,7 +41,8 @@ from incvec.data.packed import (
     STORE,
     Bytes,
     Store,
-    chunk_hash,
+    checksum,
+    chunk_sum,
     digest,
     open_store,
     sealed,
@@ -94,7 +95,7 @@ def make_chunk(root: str, chunk: Chunk) -> Done:
             os.close(handle)
     except OSError as error:
         raise DataError(unwritten(path, error)) from error
-    return Done(chunk.number, digest(content), bad)
+    return Done(chunk.number, checksum(content), bad)
 
 
 def _watch_parent() -> None:
@@ -186,8 +187,8 @@ def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
             lambda chunk: (
                 chunk.number in done
                 and not done[chunk.number].bad  # its files may have been mended since
-                and chunk_hash(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
-                == done[chunk.number].hash
+                and chunk_sum(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
+                == done[chunk.number].sum
             ),
             chunks,
         )
@@ -225,7 +226,7 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     waiting = Counter(chunk.shard for chunk in left)
     with ThreadPoolExecutor(1) as writer:  # shards go to the disk while others are being made
         for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
-            journal.write({"chunk": made.number, "hash": made.hash, "bad": made.bad})
+            journal.write({"chunk": made.number, "sum": made.sum, "bad": made.bad})
             done[made.number] = made
             count += len(chunk.files)
             waiting[chunk.shard] -= 1
@@ -271,11 +272,11 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
     number = 0
     for part in PARTS:
         labels = np.array([label for _, label in plan.files(part)], dtype="<i4")
-        hashes, row = [], 0
+        sums, row = [], 0
         for _, _, files in plan.chunks(part):
             for i, _ in done[number].bad:
                 labels[row + i] = LEFT_OUT
-            hashes.append(done[number].hash)
+            sums.append(done[number].sum)
             row += len(files)
             number += 1
         names = plan.names(part).encode()
@@ -286,7 +287,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         _write(plan.root / f"{part}-labels.bin", labels.tobytes())
         _write(plan.root / f"{part}-files.txt", names)
         parts[part] = {
-            "shards": plan.shards(part), "chunk": plan.chunk_rows, "hashes": hashes,
+            "shards": plan.shards(part), "chunk": plan.chunk_rows, "sums": sums,
             "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
         }  # fmt: skip
     if bad:
@@ -295,7 +296,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         for shard, _ in plan.shards(part):
             _sync(plan.root / shard)
     layout = plan.layout
-    content = [plan.side, layout.listing.classes, [[p["labels_hash"], p["hashes"]] for p in parts.values()]]
+    content = [plan.side, layout.listing.classes, [[p["labels_hash"], p["sums"]] for p in parts.values()]]
     account = {
         "format": FORMAT,
         "side": plan.side,

@@ -36,7 +36,7 @@ class Chunk(NamedTuple):
 
 class Done(NamedTuple):
     number: int
-    hash: str
+    sum: str
     bad: list[tuple[int, str]]  # row in the chunk and what is wrong with its file
 
 
@@ -126,7 +126,7 @@ class Journal:
                 if "key" in row:
                     key = str(row["key"])
                 else:
-                    done[row["chunk"]] = Done(row["chunk"], row["hash"], [(int(i), str(m)) for i, m in row["bad"]])
+                    done[row["chunk"]] = Done(row["chunk"], row["sum"], [(int(i), str(m)) for i, m in row["bad"]])
             except (ValueError, KeyError, TypeError):
                 continue
         return key, done
