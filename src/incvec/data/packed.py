@@ -14,6 +14,7 @@ import hashlib
 import json
 import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,6 +94,7 @@ class PackedImages:
         self.shards, self.slots, self.row, self.placement = tuple(shards), slots, row, placement
         self._starts: Rows = np.cumsum([0, *(rows for _, rows in shards)], dtype=np.int64)
         self._maps: list[tuple[mmap.mmap, Bytes] | None] = [None] * len(self.shards)
+        self._residents: weakref.WeakValueDictionary[torch.device, Tensor] = weakref.WeakValueDictionary()
 
     @property
     def shape(self) -> torch.Size:
@@ -164,8 +166,8 @@ class PackedImages:
 
     def fits(self, device: torch.device) -> bool:
         """Whether all of it shall lie on the device, for good."""
-        if self.placement is not None:
-            return self.placement == "resident"
+        if self.placement is not None or device in self._residents:
+            return self.placement != "streamed"
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
         else:  # mapped pages are memory already; a copy is worth it for small stores alone
@@ -178,7 +180,10 @@ class PackedImages:
         return self.resident(where) if self.fits(where) else self
 
     def resident(self, device: torch.device) -> Tensor:
-        """All images as one tensor on the device, copied piece by piece."""
+        """All images as one tensor on the device, copied piece by piece; runs that share this object share it."""
+        found = self._residents.get(device)
+        if found is not None:
+            return found
         images = torch.empty(self.shape, dtype=torch.uint8, device=device)
         step = max(1, (1 << 28) // max(1, int(np.prod(self.row))))
         pinned = device.type == "cuda"
@@ -190,6 +195,9 @@ class PackedImages:
                 images[first : first + len(rows)].copy_(piece, non_blocking=True)
             else:
                 self.gather(rows, images[first : first + len(rows)].numpy())
+        if pinned:
+            torch.cuda.current_stream(device).synchronize()  # others read it on streams of their own
+        self._residents[device] = images
         return images
 
 
