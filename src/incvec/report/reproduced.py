@@ -73,17 +73,19 @@ def row_name(record: Mapping[str, Any]) -> str:
     return " + ".join([record["method"], *record["addons"]])
 
 
-def is_standard(record: Mapping[str, Any]) -> bool:
+def is_standard(record: Mapping[str, Any], variant: str = "paper") -> bool:
     """Whether a record belongs in the main table: the preset's settings, not an oracle, not begun elsewhere."""
-    return not (record["oracle"] or record.get("label") or changed_settings(record))
+    return not (record["oracle"] or record.get("label") or changed_settings(record, variant))
 
 
-def changed_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+def changed_settings(record: Mapping[str, Any], variant: str = "paper") -> dict[str, Any]:
     """Options that differ from the presets of today, `section.key: value`."""
     from incvec.presets import resolve
 
+    if variant not in ("paper", record["config"].get("variant")):
+        return {"variant": record["config"].get("variant")}
     given = {key: record["config"][key] for key in ("method", "dataset")} | {"addons": record["addons"]}
-    preset = resolve(given)
+    preset = resolve(given | {"variant": variant})
     usual = preset.resolved()
     own = record["config"]
     changed = {key: own[key] for key in SETTINGS if key in own and own[key] != usual.get(key)}
@@ -105,8 +107,10 @@ def cells(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
     return found
 
 
-def standard_cells(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
-    return cells([r for r in records if r["dataset"] == dataset and is_standard(r)])
+def standard_cells(
+    dataset: str, records: Sequence[Mapping[str, Any]], variant: str = "paper"
+) -> dict[tuple[str, int], Cell]:
+    return cells([r for r in records if r["dataset"] == dataset and is_standard(r, variant)])
 
 
 def compare(dataset: str, tasks: int, records: Sequence[Mapping[str, Any]]) -> dict[str, list[Comparison]]:
@@ -133,15 +137,20 @@ def compare_gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tu
         seeds = sorted(set(cell) & set(with_ivt), key=str)
         if not seeds:
             continue
-        theirs: Sequence[float | None] = [None] * len(METRICS)
-        if tasks in values.get(row, {}) and tasks in values.get(f"{row} + ivt", {}):
-            pairs = zip(values[f"{row} + ivt"][tasks], values[row][tasks], strict=True)
-            theirs = [after - before for after, before in pairs]
+        theirs = paper_gains(values, row, tasks)
         found[row, tasks] = [
             Comparison(known(minus(with_ivt[seed][metric], cell[seed][metric]) for seed in seeds), theirs[place])
             for place, metric in enumerate(METRICS)
         ]
     return found
+
+
+def paper_gains(rows: Mapping[str, Mapping[int, Sequence[float | None]]], host: str, tasks: int) -> list[float | None]:
+    """What IVT adds to AA, LA and FM of a host in a table of the paper; nothing where it has no such pair."""
+    after, before = rows.get(f"{host} + ivt", {}).get(tasks), rows.get(host, {}).get(tasks)
+    if after is None or before is None:
+        return [None] * len(METRICS)
+    return [minus(a, b) for a, b in zip(after, before, strict=True)]
 
 
 def known(values: Iterable[float | None]) -> tuple[float, ...]:
@@ -167,7 +176,8 @@ def table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
             texts = []
             for value in values:
                 difference = "" if value.difference is None else f"{value.difference:+.2f}"
-                texts += [spread(value.ours) if value.ours else "not run", f"{value.paper:.2f}", difference]
+                theirs = "" if value.paper is None else f"{value.paper:.2f}"
+                texts += [spread(value.ours) if value.ours else "not run", theirs, difference]
             lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
     return lines
 
@@ -185,9 +195,39 @@ def gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A data set that the paper lacks: our hosts without and with IVT, and the gain beside the paper's elsewhere."""
+    first, *more = content["beside"]
+    hosts = [row for row in paper()[first]["rows"] if f"{row} + ivt" in paper()[first]["rows"]]
+    heads = ["host", "settings", "tasks", "AA", "AA with IVT"]
+    heads += [
+        f"{metric} {of}" for metric in METRICS for of in ("gain", f"paper, {first}", *(f"paper, {d}" for d in more))
+    ]
+    lines = [content["about"], "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for variant in content["variants"]:
+        ours = standard_cells(dataset, records, variant)
+        for tasks in content["tasks"]:
+            for host in hosts:
+                plain, with_ivt = ours.get((host, tasks), {}), ours.get((f"{host} + ivt", tasks), {})
+                texts = [host, variant, str(tasks)]
+                for cell in (plain, with_ivt):
+                    values = known(seed["AA"] for seed in cell.values())
+                    texts.append(spread(values) if values else "not run")
+                seeds = sorted(set(plain) & set(with_ivt), key=str)
+                for place, metric in enumerate(METRICS):
+                    gain = known(minus(with_ivt[seed][metric], plain[seed][metric]) for seed in seeds)
+                    texts.append(f"{statistics.mean(gain):+.2f}" if gain else "not run")
+                    for other in (first, *more):
+                        theirs = paper_gains(paper()[other]["rows"], host, tasks)[place]
+                        texts.append("" if theirs is None else f"{theirs:+.2f}")
+                lines.append("| " + " | ".join(texts) + " |")
+    return lines
+
+
 def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Oracles and runs with other settings than the preset's."""
-    rows = [r for r in records if r["dataset"] == dataset and not is_standard(r)]
+    """Oracles and runs with other settings than the presets that have a table."""
+    variants = paper().get(dataset, {}).get("variants", ["paper"])
+    rows = [r for r in records if r["dataset"] == dataset and not any(is_standard(r, v) for v in variants)]
     if not rows:
         return []
     lines = ["| run | tasks | seed | changed | AA | LA | FM |", "|---" * 7 + "|"]
@@ -212,8 +252,9 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "(number of seeds); gains are paired by seed, ± standard error.",
     ]
     for dataset, content in paper().items():
-        lines += ["", f"## {content['title']}", "", *table(dataset, records)]
-        if paired := gains(dataset, records):
+        body = stand_in(dataset, content, records) if "beside" in content else table(dataset, records)
+        lines += ["", f"## {content['title']}", "", *body]
+        if "beside" not in content and (paired := gains(dataset, records)):
             lines += ["", "### What IVT adds", "", *paired]
         if rest := others(dataset, records):
             lines += ["", "### Other runs", "", *rest]
