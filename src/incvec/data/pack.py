@@ -53,6 +53,7 @@ from incvec.errors import ConfigError, DataError
 SHARD_BYTES = 1 << 31
 CHUNK_BYTES = 1 << 25
 CHUNK_ROWS = 256
+PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a core's cache
 Progress = Callable[[int, int], None]  # images done, of how many
 
 
@@ -75,27 +76,31 @@ def fitted(pixels: Tensor, side: int) -> Bytes:
 
 
 def make_chunk(root: str, chunk: Chunk) -> Done:
-    """Decode a chunk's files and write its rows; a row without a readable image stays zeros."""
-    rows = np.zeros((len(chunk.files), 3, chunk.side, chunk.side), np.uint8)
-    bad = []
-    for i, file in enumerate(chunk.files):
-        try:
-            rows[i] = fitted(read_pixels(Path(file)), chunk.side)
-        except DataError as error:
-            bad.append((i, str(error)))
-    content = rows.data.cast("B")
-    path = Path(root, chunk.shard)
+    """Decode a chunk's files and write its rows; a row without a readable image is zeros."""
+    row = 3 * chunk.side * chunk.side
+    rows = np.empty((max(1, PIECE_BYTES // row), 3, chunk.side, chunk.side), np.uint8)
+    path, bad, total = Path(root, chunk.shard), [], checksum(b"")
     try:
         handle = os.open(path, os.O_WRONLY)
         try:
-            written = 0
-            while written < len(content):
-                written += os.pwrite(handle, content[written:], chunk.offset + written)
+            for first in range(0, len(chunk.files), len(rows)):
+                files = chunk.files[first : first + len(rows)]
+                for i, file in enumerate(files):
+                    try:
+                        rows[i] = fitted(read_pixels(Path(file)), chunk.side)
+                    except DataError as error:
+                        rows[i] = 0
+                        bad.append((first + i, str(error)))
+                content = rows[: len(files)].data.cast("B")
+                total = checksum(content, total)
+                written = 0
+                while written < len(content):
+                    written += os.pwrite(handle, content[written:], chunk.offset + first * row + written)
         finally:
             os.close(handle)
     except OSError as error:
         raise DataError(unwritten(path, error)) from error
-    return Done(chunk.number, checksum(content), bad)
+    return Done(chunk.number, total, bad)
 
 
 def _watch_parent() -> None:
