@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -228,15 +227,14 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     left = [chunk for chunk in chunks if chunk.number not in done]
     if progress is not None:
         progress(count, total)
-    waiting = Counter(chunk.shard for chunk in left)
-    with ThreadPoolExecutor(1) as writer:  # shards go to the disk while others are being made
+    sync: Future[None] | None = None
+    with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
         for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
             journal.write({"chunk": made.number, "sum": made.sum, "bad": made.bad})
             done[made.number] = made
             count += len(chunk.files)
-            waiting[chunk.shard] -= 1
-            if not waiting[chunk.shard]:
-                writer.submit(_sync, plan.root / chunk.shard)
+            if sync is None or sync.done():
+                sync = writer.submit(_sync, plan.root / chunk.shard)
             if progress is not None:
                 progress(count, total)
 
