@@ -282,7 +282,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
             sums.append(done[number].sum)
             row += len(files)
             number += 1
-        names = plan.names(part).encode()
+        names = plan.names[part].encode()
         for label, count in enumerate(np.bincount(labels[labels >= 0], minlength=len(plan.layout.listing.classes))):
             if count == 0:
                 name = plan.layout.listing.classes[label]
