@@ -1,14 +1,17 @@
 """How fast `incvec data pack` is, beside decoding alone on all cores, in one run.
 
-    python benchmarks/packing.py [--root FOLDER] [--images 8000] [--workers N] [--size 256] [--out FILE]
+    python benchmarks/packing.py [--root FOLDER] [--images 4000] [--workers N] [--size 256] [--out FILE]
 
-Without a root it makes JPEG files of ImageNet's usual size (500 x 375, quality 90), a few different ones copied under
-many names: decoding does not care, and the disk's cache is warm for all contestants alike. Three ways, each in as many
-processes and the same chunks of files, their start included:
+Without a root it makes JPEG files of ImageNet's usual size (500 x 375; 110 KB, its mean being 115), a few different
+ones copied under many names: decoding does not care, and the disk's cache is warm for all contestants alike. Three
+ways take turns, each in as many processes and the same chunks of files, their start included:
 
-- decode: open, turn, make RGB; nothing is kept;
-- decode and resize: the same, and brought to the store's side;
-- pack: the store, on the disk (synced) and checked to open.
+- decode with Pillow, as torchvision's ImageFolder does: open, turn, make RGB; nothing is kept;
+- decode as packing does: the same pixels, mostly by torchvision's decoder;
+- pack: decoded, brought to the store's side, hashed, on the disk (synced) and checked to open.
+
+Rates are each way's best; ratios are the median over the rounds, whose parts see the same machine. The CPU time of the
+same work on one core is told beside them: on a machine that others use, it is the better measure.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,12 +30,16 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import PIL
+import torch
 from PIL import Image
 
+from incvec.data.decode import read_pixels
 from incvec.data.folder import open_image
 from incvec.data.layouts import Layout, list_images
-from incvec.data.pack import CHUNK_BYTES, CHUNK_ROWS, cores, fitted, pack
+from incvec.data.pack import CHUNK_BYTES, CHUNK_ROWS, cores, make_chunk, pack
+from incvec.data.plan import VERSIONS, Chunk
+
+WAYS = ("decode, pillow", "decode, as packing does", "pack")
 
 
 def make_images(root: Path, count: int) -> None:
@@ -44,7 +52,7 @@ def make_images(root: Path, count: int) -> None:
             coarse = Image.fromarray(draw.integers(0, 256, (cells, cells, 3), np.uint8))
             total += np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), float) / 4
         file = root / f"{number}.jpg"
-        Image.fromarray((total + draw.normal(0, 6, total.shape)).clip(0, 255).astype(np.uint8)).save(file, quality=90)
+        Image.fromarray((total + draw.normal(0, 6, total.shape)).clip(0, 255).astype(np.uint8)).save(file, quality=95)
         contents.append(file.read_bytes())
         file.unlink()
     for i in range(count):
@@ -53,58 +61,82 @@ def make_images(root: Path, count: int) -> None:
         (folder / f"{i:07d}.JPEG").write_bytes(contents[i % len(contents)])
 
 
-def decode(files: Sequence[str], size: int | None = None) -> int:
+def decode(files: Sequence[str], read: Callable[[Path], object]) -> int:
     for file in files:
-        image = open_image(Path(file))
-        if size is not None:
-            fitted(image, size)
+        read(Path(file))
     return len(files)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def decode_all(layout: Layout, size: int | None, chunk: int, workers: int) -> None:
+def decode_all(layout: Layout, read: Callable[[Path], object], chunk: int, workers: int) -> None:
     files = [str(file) for file, _ in (*layout.listing.train, *layout.listing.test)]
     pieces = [files[first : first + chunk] for first in range(0, len(files), chunk)]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["incvec.data.pack"])
+    context.set_forkserver_preload(["incvec.data.pack", "torchvision.io"])
     with ProcessPoolExecutor(workers, context) as pool:
-        assert sum(pool.map(partial(decode, size=size), pieces)) == len(files)
+        assert sum(pool.map(partial(decode, read=read), pieces)) == len(files)
 
 
-def measure(root: Path, size: int, workers: int, place: Path) -> dict[str, object]:
+def on_one_core(files: Sequence[Path], size: int, place: Path) -> dict[str, float]:
+    """CPU milliseconds an image, the ways taking turns every 32 images: other work on the machine hardly shows."""
+    piece = 32
+    (place / "shard").write_bytes(bytes(piece * 3 * size * size))
+    spent = dict.fromkeys(WAYS, 0.0)
+    for first in range(0, len(files) - piece + 1, piece):
+        names = tuple(str(file) for file in files[first : first + piece])
+        works: tuple[Callable[[], object], ...] = (
+            partial(decode, names, open_image),
+            partial(decode, names, read_pixels),
+            partial(make_chunk, str(place), Chunk(0, "shard", 0, size, names)),
+        )
+        for name, work in zip(WAYS, works, strict=True):
+            began = time.process_time()
+            work()
+            spent[name] += time.process_time() - began if first else 0.0  # the first turn warms up
+    counted = (len(files) // piece - 1) * piece
+    return {name: round(1000 * seconds / counted, 3) for name, seconds in spent.items()}
+
+
+def measure(root: Path, size: int, workers: int, place: Path, rounds: int) -> dict[str, object]:
+    load = os.getloadavg()[0]
     layout = list_images(root)
-    total = len(layout.listing.train) + len(layout.listing.test)
+    files = [file for file, _ in (*layout.listing.train, *layout.listing.test)]
     chunk = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (3 * size * size)))
-    decode_all(layout, None, chunk, workers)  # fills the disk's cache
-    rates: dict[str, list[float]] = {"decode": [], "decode and resize": [], "pack": []}
-    for turn in range(2):
+    decode_all(layout, open_image, chunk, workers)  # fills the disk's cache
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    for turn in range(rounds):
         store = place / f"store-{turn}"
-        contestants: dict[str, Callable[[], object]] = {
-            "decode": partial(decode_all, layout, None, chunk, workers),
-            "decode and resize": partial(decode_all, layout, size, chunk, workers),
-            "pack": partial(pack, layout, store, size, workers=workers),
-        }
-        for name, work in contestants.items():
-            rates[name].append(total / seconds_of(work))
+        works: tuple[Callable[[], object], ...] = (
+            partial(decode_all, layout, open_image, chunk, workers),
+            partial(decode_all, layout, read_pixels, chunk, workers),
+            partial(pack, layout, store, size, workers=workers),
+        )
+        for name, work in zip(WAYS, works, strict=True):
+            began = time.perf_counter()
+            work()
+            rates[name].append(len(files) / (time.perf_counter() - began))
         shutil.rmtree(store)
-    best = {name: max(values) for name, values in rates.items()}
+
+    def ratio(below: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(rates["pack"], rates[below], strict=True)), 3)
+
+    torch.set_num_threads(1)
+    alone = on_one_core(files[:1056], size, place)
     return {
-        "images": total, "size": size, "workers": workers, "cores": os.cpu_count(), "pillow": PIL.__version__,
-        "images_per_second": {name: round(rate, 1) for name, rate in best.items()},
-        "pack_over_decode": round(best["pack"] / best["decode"], 3),
-        "pack_over_decode_and_resize": round(best["pack"] / best["decode and resize"], 3),
+        "images": len(files), "bytes_an_image": round(statistics.mean(file.stat().st_size for file in files)),
+        "size": size, "workers": workers, "cores": os.cpu_count(), "rounds": rounds, "versions": VERSIONS,
+        "load_at_start": round(load, 2),
+        "images_per_second": {name: round(max(values), 1) for name, values in rates.items()},
+        "pack_over_decode": {name: ratio(name) for name in WAYS[:2]},
+        "cpu_ms_an_image": alone,
+        "pack_over_decode_by_cpu_time": {name: round(alone[name] / alone["pack"], 3) for name in WAYS[:2]},
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Packing beside decoding alone.")
     parser.add_argument("--root", type=Path, help="a folder of images; made up where none is given")
-    parser.add_argument("--images", type=int, default=8000, help="how many to make up")
+    parser.add_argument("--images", type=int, default=4000, help="how many to make up")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
@@ -115,7 +147,7 @@ def main() -> None:
         if given.root is None:
             root.mkdir()
             make_images(root, given.images)
-        result = measure(root, given.size, given.workers, place)
+        result = measure(root, given.size, given.workers, place, given.rounds)
     print(json.dumps(result, indent=1))
     if given.out is not None:
         given.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -67,7 +67,9 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
     assert (config.base_classes, config.tasks, config.order_seed) == (base, tasks, 1993)
     own = config.sections[method]
     assert own["net"].startswith("resnet18")
-    assert ("64" in own["net"]) == (dataset == "tiny-imagenet-100")
+    kind = "resnet18-64" if dataset == "tiny-imagenet-100" else "resnet18"
+    assert own["net"] == kind + {"podnet": "-podnet", "lucir": "-lucir"}.get(method, "")  # their missing ReLUs
+    assert (own["brightness"] > 0) == (method == "podnet")
     assert (own["batch_size"], own["memory"]) == (128, 20)
     exemplars = method in ("podnet", "mrfa", "lucir", "icarl")
     assert own["epochs"] == (90 if exemplars else 100)

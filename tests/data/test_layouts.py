@@ -159,6 +159,13 @@ def test_the_public_lists():
     for entry in CLASS_LISTS.values():
         assert len(set(entry.classes)) == 100
         assert list(entry.classes) == sorted(entry.classes)
+    assert len({entry.classes for entry in CLASS_LISTS.values()}) == len(CLASS_LISTS) == 5
+    # Kaggle's are all animals from the beginning of the thousand, tench to sea lion.
+    assert (CLASS_LISTS["kaggle"].classes[0], CLASS_LISTS["kaggle"].classes[-1]) == ("n01440764", "n02077923")
+    assert (CLASS_LISTS["mini-imagenet"].classes[0], CLASS_LISTS["mini-imagenet"].classes[-1]) == (
+        "n01532829",
+        "n13133613",
+    )
     subset = CLASS_LISTS["imagenet-subset"].classes
     assert (subset[0], subset[-1]) == ("n01514668", "n15075141")
     # cock, the class before it, is number 7 of ImageNet's sorted thousand: the smallest that seed 1993 chooses

@@ -9,9 +9,12 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from incvec.data import pack as packing
+from incvec.data.decode import read_pixels
+from incvec.data.folder import open_image
 from incvec.data.layouts import list_images
 from incvec.data.pack import fitted, make_chunk, pack
 from incvec.data.packed import check, open_store
@@ -37,9 +40,11 @@ def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
     from torchvision.transforms import v2
 
     image = photo(1, *shape)
+    pixels = v2.functional.pil_to_tensor(image)
     cut = v2.Compose([v2.Resize(64), v2.CenterCrop(64)])
-    assert np.array_equal(fitted(image, 64), cut(v2.functional.pil_to_tensor(image)).numpy())
-    apart = np.abs(fitted(image, 64).astype(int) - np.asarray(cut(image), int).transpose(2, 0, 1))
+    mine = fitted(pixels.permute(1, 2, 0).contiguous(), 64)
+    assert np.array_equal(mine, cut(pixels).numpy())
+    apart = np.abs(mine.astype(int) - np.asarray(cut(image), int).transpose(2, 0, 1))
     assert apart.max() <= 1  # Pillow's own arithmetic
     assert (apart > 0).mean() < 0.01
 
@@ -52,7 +57,8 @@ def test_rows_are_the_files_in_their_order(root, tmp_path):
         images, labels = rows(store, part)
         assert labels == [label for _, label in files]
         for row, (file, _) in zip(images, files, strict=True):
-            assert np.array_equal(row, fitted(Image.open(file).convert("RGB"), 16))
+            pixels = torch.from_numpy(np.array(Image.open(file).convert("RGB")))
+            assert np.array_equal(row, fitted(pixels, 16))
     assert store.classes == ("n00000000", "n00000001", "n00000002")
     lines = (tmp_path / "store" / "test-files.txt").read_text().splitlines()
     assert lines[0] == "val/n00000000/000.png"
@@ -75,6 +81,63 @@ def test_grey_cmyk_palette_and_turned_images(root, tmp_path):
     assert np.abs(palette - np.array([1, 2, 3])[:, None, None]).max() == 0
     assert turned[:, :, :4].max() <= 8  # orientation 6: shown turned clockwise, so what was above is on the right
     assert turned[:, :, -4:].min() >= 247
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("RGB", {}),
+        ("RGB", {"subsampling": 0, "quality": 95}),
+        ("RGB", {"progressive": True}),
+        ("L", {}),
+        ("CMYK", {}),
+        ("RGB", {"orientation": 6}),
+        ("L", {"orientation": 3}),
+        ("RGB", {"orientation": 1}),
+    ],
+)
+def test_whoever_decodes_the_pixels_are_pillows(tmp_path, mode, options):
+    exif = Image.Exif()
+    if turn := options.pop("orientation", None):
+        exif[0x0112] = turn
+    file = save(photo(3, 61, 47).convert(mode), tmp_path / "a.jpg", exif=exif, **options)
+    pixels = read_pixels(file).numpy()
+    assert pixels.shape == ((61, 47, 3) if turn == 6 else (47, 61, 3))
+    assert np.array_equal(pixels, np.array(open_image(file)))
+
+
+def outcome(read, file):
+    """The pixels' bytes, or what was said of the file."""
+    try:
+        return np.asarray(read(file)).tobytes()
+    except DataError as error:
+        return str(error)
+
+
+def test_the_fast_decoder_leaves_damaged_files_to_pillow(tmp_path):
+    """Cut anywhere, a file is either refused as Pillow refuses it, or gives Pillow's pixels."""
+    whole = save(photo(4, 64, 64), tmp_path / "a.jpg").read_bytes()
+    refused = 0
+    file = tmp_path / "cut.jpg"
+    for end in (*range(2, len(whole), 97), len(whole) - 2):
+        file.write_bytes(whole[:end])
+        pillow, own = outcome(lambda path: np.array(open_image(path)), file), outcome(read_pixels, file)
+        assert pillow == own
+        refused += isinstance(own, str)
+    assert refused > 10
+    with pytest.raises(DataError, match=r"gone.jpg cannot be read: No such file"):
+        read_pixels(tmp_path / "gone.jpg")
+
+
+def test_without_torchvisions_decoder_the_store_is_the_same(tmp_path, monkeypatch):
+    from incvec.data import decode
+
+    for number in range(4):
+        for part in ("train", "val"):
+            save(photo(number, 40, 30), tmp_path / "root" / part / f"n{number % 2:08d}" / f"{number}.jpg")
+    fast = make_store(tmp_path / "root", tmp_path / "fast")
+    monkeypatch.setattr(decode, "_has_decoder", lambda: False)
+    assert contents(make_store(tmp_path / "root", tmp_path / "slow").root) == contents(fast.root)
 
 
 @pytest.fixture
@@ -290,4 +353,4 @@ def test_several_processes_make_the_same_bytes_and_end_with_their_parent(root, t
 def test_default_chunks_lie_within_shards(root, tmp_path):
     store = pack(list_images(root), tmp_path / "store", 16, workers=1)
     assert (store.parts["train"].chunk, store.parts["train"].rows) == (256, 15)
-    assert len(store.parts["train"].hashes) == 1
+    assert len(store.parts["train"].sums) == 1

@@ -1,5 +1,6 @@
 """Resized crops on the device are those of torchvision; each sample has its own draws."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,7 +112,7 @@ def test_the_test_view_is_torchvisions_resize_and_centre_crop():
     from incvec.data.pack import fitted
 
     picture = photo(4, 400, 300)
-    stored = torch.from_numpy(fitted(picture, 256).copy())[None]
+    stored = torch.from_numpy(fitted(torch.from_numpy(np.array(picture)), 256).copy())[None]
     seen = ResizedViews(256, 224, True, 0.0, MEAN, STD)("test", stored)
     pixels = v2.Compose([v2.ToImage(), v2.Resize(256), v2.CenterCrop(224), v2.ToDtype(torch.float32, scale=True)])
     assert torch.allclose(seen[0], tv.normalize(pixels(picture), MEAN, STD), atol=1e-5)

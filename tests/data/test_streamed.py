@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -184,28 +185,76 @@ def test_padded_and_resized_views_by_the_stored_side(root, tmp_path):
     assert enlarged("test", data.train_images.resident(CPU)[:1]).shape == (1, 3, 160, 160)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_captured_step_sees_what_is_brought(root):
-    resident, streamed = sources(root, "cuda")
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(0)).view(-1, 4).cuda()
-    cursor = torch.zeros(1, dtype=torch.int64, device="cuda")
-
-    def step():
-        rows = order.index_select(0, cursor).squeeze(0)
-        return streamed.staged(rows, None, ("test",))
-
+def captured(step, device):
+    """The step as a CUDA graph; on a CPU, itself."""
+    if device == "cpu":
+        return step
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        seen = step()
-    for _ in range(3):
+        step()
+    return graph.replay
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("slow", ["nobody", "the steps", "the reader"])
+def test_captured_steps_see_whole_epochs_without_ever_waiting(root, device, slow, monkeypatch):
+    """Nothing between the steps waits for the device, so that whoever is fast overtakes the other where it may."""
+    resident, streamed = sources(root, device)
+    read = streamed.reader.read
+    if slow == "the reader":
+        monkeypatch.setattr(streamed.reader, "read", lambda rows, out: (time.sleep(0.003), read(rows, out)))
+    order = torch.arange(24, device=device).view(12, 2)
+    cursor = torch.zeros(1, dtype=torch.int64, device=device)
+    seen = torch.zeros(12, 2, 3, 16, 16, device=device)
+    labels = torch.zeros(12, 2, dtype=torch.int64, device=device)
+
+    def step():
+        batch = streamed.staged(order.index_select(0, cursor)[0], None, ("raw",))
+        if slow == "the steps" and device == "cuda":
+            torch.cuda._sleep(2_000_000)  # a millisecond, with the batch read before and after
+        seen.index_copy_(0, cursor, batch.images[None])
+        labels.index_copy_(0, cursor, batch.labels[None])
+        cursor.add_(1)
+
+    run = captured(step, device)
+    for seed in range(4):
+        order.copy_(torch.randperm(24, generator=torch.Generator().manual_seed(seed)).view(12, 2))
+        cursor.zero_()
+        seen.zero_()
         streamed.ahead(order)
-        for number, rows in enumerate(order):
-            cursor.fill_(number)
+        for _ in order:
             streamed.next()
-            graph.replay()
-            expected = resident.fetch(rows, None, ("test",))
-            assert torch.allclose(seen.images, expected.images, atol=1e-6)
-            assert torch.equal(seen.labels, expected.labels)
+            run()
+        for number, rows in enumerate(order):
+            expected = resident.fetch(rows, None, ("raw",))
+            assert torch.equal(seen[number], expected.images)
+            assert torch.equal(labels[number], expected.labels)
+
+
+def test_more_steps_than_were_told_are_an_error_not_a_wait(root):
+    _, streamed = sources(root)
+    streamed.ahead(torch.arange(4).view(2, 2))
+    streamed.next()
+    streamed.next()
+    with pytest.raises(RuntimeError, match="tell the next ones first"):
+        streamed.next()
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_resident_images_are_shared_while_somebody_has_them(root, device):
+    data = load_dataset("packed", root, placement="resident")
+    views = make_views(data, 0.0, *data.normalisation())
+
+    def make():
+        return make_source(data.train_images, data.train_labels, views, torch.device(device))
+
+    one, other = make(), make()
+    assert one.images.data_ptr() == other.images.data_ptr()
+    one.append(one.images[:1], torch.tensor([0]))
+    assert (len(one.images), len(other.images)) == (25, 24)
+    assert torch.equal(one.images[:24], other.images)
+    del one, other
+    gc.collect()
+    assert not data.train_images._residents

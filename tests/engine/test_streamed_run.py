@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from incvec.data import StreamedSource, load_dataset
 from incvec.engine.run import Run, finish
@@ -59,3 +60,20 @@ def test_the_record_says_what_the_data_is(store: Path, tmp_path: Path) -> None:
     record = finish(run(store, tmp_path / "run", "resident", quick("finetune")))
     assert record["data"]["side"] == 12
     assert record["data"]["class_list"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", ["padded", "resized"])
+def test_captured_runs_train_alike(store: Path, large: Path, tmp_path: Path, shape: str) -> None:
+    """Kernels that sum in any order differ in the last bits; a batch that came late or twice would differ in all."""
+    given = quick("podnet", "ivt", engine="graph", precision="fp32", podnet={"batch_size": 8, "memory": 2})
+    if shape == "resized":
+        given |= {"base_classes": 2, "tasks": 1, "image_size": 24}
+    runs = {c: run(store if shape == "padded" else large, tmp_path / c, c, given) for c in CHOICES}
+    records = {name: finish(one) for name, one in runs.items()}
+    assert all(record["engine"]["notices"] == [] for record in records.values())
+    assert isinstance(runs["streamed"].parts.world.train, StreamedSource)
+    for one, other in zip(*(record["losses"] for record in records.values()), strict=True):
+        for term, values in one["terms"].items():
+            assert values[0] == pytest.approx(other["terms"][term][0], rel=0.02, abs=1e-3), (one["stage"], term)

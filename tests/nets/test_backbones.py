@@ -15,7 +15,10 @@ from incvec.nets import BACKBONES, Backbone, Norm, Residual, backbones, build_ba
 
 SMALL = ["resnet32-rebuffi", "resnet32-lucir", "resnet32-icarl", "resnet32-pycil", "small", "tiny"]
 LARGE = [name for name in BACKBONES if name not in SMALL]
-SIZES = {"resnet18": 64, "resnet18-podnet": 64, "resnet18-lucir": 64, "resnet18-64": 32, "resnet18-cifar": 16}
+SIZES = {
+    "resnet18": 64, "resnet18-podnet": 64, "resnet18-lucir": 64, "resnet18-cifar": 16,
+    "resnet18-64": 32, "resnet18-64-podnet": 32, "resnet18-64-lucir": 32,
+}  # fmt: skip
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -40,6 +43,8 @@ def count(module: nn.Module) -> int:
         ("resnet32-rebuffi", 463_504),
         ("resnet18-cifar", 11_168_832),
         ("resnet18-64", 11_168_832),
+        ("resnet18-64-podnet", 11_168_832),
+        ("resnet18-64-lucir", 11_168_832),
         ("resnet18", 11_176_512),
         ("resnet18-podnet", 11_176_512),
         ("resnet18-lucir", 11_176_512),
@@ -83,6 +88,7 @@ def test_forward_is_stem_then_stages_then_pool(name: str, training: bool) -> Non
         ("resnet32-pycil", 32, [(16, 32), (32, 16), (64, 8)]),
         ("resnet18-cifar", 32, [(64, 32), (128, 16), (256, 8), (512, 4)]),
         ("resnet18-64", 64, [(64, 32), (128, 16), (256, 8), (512, 4)]),
+        ("resnet18-64-podnet", 64, [(64, 32), (128, 16), (256, 8), (512, 4)]),
         ("resnet18", 224, [(64, 56), (128, 28), (256, 14), (512, 7)]),
         ("small", 8, [(8, 8), (16, 4), (32, 2)]),
         ("tiny", 8, [(4, 8), (8, 4)]),
@@ -118,6 +124,9 @@ def test_where_the_relus_stand() -> None:
     assert activations("resnet18-cifar") == [[True, True]] * 4
     assert activations("resnet18-podnet") == [[True, False]] * 4
     assert activations("resnet18-lucir") == [[True, True]] * 3 + [[True, False]]
+    assert activations("resnet18-64") == [[True, True]] * 4
+    assert activations("resnet18-64-podnet") == [[True, False]] * 4
+    assert activations("resnet18-64-lucir") == [[True, True]] * 3 + [[True, False]]
     assert activations("small") == [[False]] * 3
 
 

@@ -5,18 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from incvec.presets import resolve
 from incvec.records import find_records, read_record
-from incvec.report.reproduced import bound_table, gains, others, page, switch_table, table
+from incvec.report.reproduced import (
+    bound_table,
+    gains,
+    others,
+    page,
+    paper,
+    paper_gains,
+    stand_in,
+    switch_table,
+    table,
+)
 from tests.report.samples import sample
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def record(seed: int, aa: float, *addons: str, **changed: Any) -> dict[str, Any]:
-    config = resolve({"method": "podnet", "dataset": "cifar100", "addons": list(addons), "seed": seed, **changed})
+def record(seed: int, aa: float, *addons: str, dataset: str = "cifar100", **changed: Any) -> dict[str, Any]:
+    config = resolve({"method": "podnet", "dataset": dataset, "addons": list(addons), "seed": seed, **changed})
     return {
-        "method": "podnet", "addons": list(addons), "dataset": "cifar100", "tasks": 5, "oracle": False, "seed": seed,
+        "method": "podnet", "addons": list(addons), "dataset": dataset, "tasks": 5, "oracle": False, "seed": seed,
         "metrics": {"AA": aa, "LA": aa - 10, "FM": 20.0}, "config": config.resolved(), "seconds": 60.0,
         "environment": {"device": "a card", "commit": "abc"},
     }  # fmt: skip
@@ -136,6 +148,41 @@ def test_what_is_not_the_presets_stands_apart() -> None:
     assert "| 3e-05 | 71.00 | 66.00 |" in made["The learning rate, on held-out training images"]
     (line,) = [line for line in made["Other runs of pre-trained models"] if "lite0" in line]
     assert "lite0-minilm, 96 px" in line
+
+
+# ImageNet, and what stands in for it ---------------------------------------------------------------------------
+
+
+def test_values_the_paper_leaves_out() -> None:
+    lines = table("imagenet-subset", [])
+    assert row_of(lines, "| icarl | 25 |")[2:] == ["not run", "52.97", "", "not run", "", "", "not run", "", ""]
+    assert row_of(table("imagenet", []), "| podnet + ivt | 10 |")[3] == "65.07"
+    assert not [line for line in table("imagenet", []) if line.startswith("| fcs")]  # not reported there
+
+
+def test_the_papers_average_gains_are_those_of_its_rows() -> None:
+    """The last line of its second table, which nothing here is made from."""
+    told = {5: (3.93, 5.45, -8.90), 10: (5.36, 6.23, -11.65), 25: (6.61, 6.10, -12.53)}
+    for tasks, averages in told.items():
+        hosts = [paper_gains(paper()["imagenet-subset"]["rows"], h, tasks) for h in ("podnet", "mrfa", "pass", "fcs")]
+        for place, average in enumerate(averages):
+            assert sum(gain[place] or 0 for gain in hosts) / 4 == pytest.approx(average, abs=0.011)
+
+
+def test_a_data_set_in_place_of_another() -> None:
+    def tiny(aa: float, *addons: str, **changed: Any) -> dict[str, Any]:
+        return record(0, aa, *addons, dataset="tiny-imagenet-100", **changed)
+
+    records = [tiny(50.0), tiny(40.0, variant="short"), tiny(43.5, "ivt", variant="short")]
+    content = paper()["tiny-imagenet-100"]
+    lines = stand_in("tiny-imagenet-100", content, records)
+    assert row_of(lines, "| podnet | paper |")[3:6] == ["50.00", "not run", "not run"]
+    assert row_of(lines, "| podnet | short |")[3:8] == ["40.00", "43.50", "+3.50", "+0.95", "+1.36"]
+    assert row_of(lines, "| fcs | paper |")[3:7] == ["not run", "not run", "not run", "+2.92"]
+    text = page([*records, tiny(60.0, podnet={"memory": 5})])
+    assert "64 x 64 pixels" in text
+    assert text.count("podnet.memory=5") == 1  # below, with what was changed
+    assert "variant=short" not in text  # those have their own rows
 
 
 def test_committed_page_is_current() -> None:

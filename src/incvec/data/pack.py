@@ -1,8 +1,8 @@
 """Packing: decode every image of a data set once, on all cores, into a store (see packed.py).
 
 Images lie at fixed places in the shards, so that processes write without knowing of one another. The unit of work is
-a chunk of rows; a journal has a line, with the hash of its bytes, for every chunk that was written. Packing that was
-broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those is
+a chunk of rows; a journal has a line, with a checksum of its bytes, for every chunk that was written. Packing that
+was broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those is
 made again. `store.json` is written last, once all files are on the disk.
 
 Images are turned as their EXIF says, made RGB, and brought to the side as torchvision's Resize and CenterCrop do.
@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -29,9 +28,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from torch import Tensor
 
-from incvec.data.folder import open_image
+from incvec.data.decode import read_pixels
 from incvec.data.layouts import Layout
 from incvec.data.packed import (
     FORMAT,
@@ -41,7 +40,8 @@ from incvec.data.packed import (
     STORE,
     Bytes,
     Store,
-    chunk_hash,
+    checksum,
+    chunk_sum,
     digest,
     open_store,
     sealed,
@@ -52,48 +52,54 @@ from incvec.errors import ConfigError, DataError
 SHARD_BYTES = 1 << 31
 CHUNK_BYTES = 1 << 25
 CHUNK_ROWS = 256
+PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a core's cache
 Progress = Callable[[int, int], None]  # images done, of how many
 
 
-def fitted(image: Image.Image, side: int) -> Bytes:
-    """Resize(side) and CenterCrop(side) as torchvision does them with tensors, bit for bit: [3, side, side].
+def fitted(pixels: Tensor, side: int) -> Bytes:
+    """Resize(side) and CenterCrop(side) of uint8 [H, W, 3] as torchvision does them with tensors, bit for bit.
 
-    With Pillow's images it does them slower and, in a few pixels of a thousand, one level of 255 apart.
+    Gives [3, side, side]. With Pillow's images torchvision is slower and, in a few pixels of a thousand, one level of
+    255 apart.
     """
-    width, height = image.size
+    height, width = pixels.shape[:2]
     short = min(width, height)
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    seen = pixels[None].permute(0, 3, 1, 2)  # batch first: only so does torch see the pixels' layout, and keeps it
     if short != side:
         long = int(side * max(width, height) / short)
         height, width = (long, side) if width <= height else (side, long)
-        pixels = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
+        seen = F.interpolate(seen, (height, width), mode="bilinear", antialias=True)
     left, top = round((width - side) / 2), round((height - side) / 2)
-    cut: Bytes = pixels[:, top : top + side, left : left + side].numpy()
+    cut: Bytes = seen[0, :, top : top + side, left : left + side].numpy()
     return cut
 
 
 def make_chunk(root: str, chunk: Chunk) -> Done:
-    """Decode a chunk's files and write its rows; a row without a readable image stays zeros."""
-    rows = np.zeros((len(chunk.files), 3, chunk.side, chunk.side), np.uint8)
-    bad = []
-    for i, file in enumerate(chunk.files):
-        try:
-            rows[i] = fitted(open_image(Path(file)), chunk.side)
-        except DataError as error:
-            bad.append((i, str(error)))
-    content = rows.data.cast("B")
-    path = Path(root, chunk.shard)
+    """Decode a chunk's files and write its rows; a row without a readable image is zeros."""
+    row = 3 * chunk.side * chunk.side
+    rows = np.empty((max(1, PIECE_BYTES // row), 3, chunk.side, chunk.side), np.uint8)
+    path, bad, total = Path(root, chunk.shard), [], checksum(b"")
     try:
         handle = os.open(path, os.O_WRONLY)
         try:
-            written = 0
-            while written < len(content):
-                written += os.pwrite(handle, content[written:], chunk.offset + written)
+            for first in range(0, len(chunk.files), len(rows)):
+                files = chunk.files[first : first + len(rows)]
+                for i, file in enumerate(files):
+                    try:
+                        rows[i] = fitted(read_pixels(Path(file)), chunk.side)
+                    except DataError as error:
+                        rows[i] = 0
+                        bad.append((first + i, str(error)))
+                content = rows[: len(files)].data.cast("B")
+                total = checksum(content, total)
+                written = 0
+                while written < len(content):
+                    written += os.pwrite(handle, content[written:], chunk.offset + first * row + written)
         finally:
             os.close(handle)
     except OSError as error:
         raise DataError(unwritten(path, error)) from error
-    return Done(chunk.number, digest(content), bad)
+    return Done(chunk.number, total, bad)
 
 
 def _watch_parent() -> None:
@@ -185,8 +191,8 @@ def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
             lambda chunk: (
                 chunk.number in done
                 and not done[chunk.number].bad  # its files may have been mended since
-                and chunk_hash(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
-                == done[chunk.number].hash
+                and chunk_sum(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
+                == done[chunk.number].sum
             ),
             chunks,
         )
@@ -221,15 +227,14 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     left = [chunk for chunk in chunks if chunk.number not in done]
     if progress is not None:
         progress(count, total)
-    waiting = Counter(chunk.shard for chunk in left)
-    with ThreadPoolExecutor(1) as writer:  # shards go to the disk while others are being made
+    sync: Future[None] | None = None
+    with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
         for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
-            journal.write({"chunk": made.number, "hash": made.hash, "bad": made.bad})
+            journal.write({"chunk": made.number, "sum": made.sum, "bad": made.bad})
             done[made.number] = made
             count += len(chunk.files)
-            waiting[chunk.shard] -= 1
-            if not waiting[chunk.shard]:
-                writer.submit(_sync, plan.root / chunk.shard)
+            if sync is None or sync.done():
+                sync = writer.submit(_sync, plan.root / chunk.shard)
             if progress is not None:
                 progress(count, total)
 
@@ -242,7 +247,7 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
     # Not forked from here: a process with threads (a progress bar is one) must not be.
     context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
     if os.name == "posix":
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "torchvision.io"])
     with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
         jobs: dict[Future[Done], Chunk] = {pool.submit(make_chunk, root, chunk): chunk for chunk in chunks}
         try:
@@ -270,14 +275,14 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
     number = 0
     for part in PARTS:
         labels = np.array([label for _, label in plan.files(part)], dtype="<i4")
-        hashes, row = [], 0
+        sums, row = [], 0
         for _, _, files in plan.chunks(part):
             for i, _ in done[number].bad:
                 labels[row + i] = LEFT_OUT
-            hashes.append(done[number].hash)
+            sums.append(done[number].sum)
             row += len(files)
             number += 1
-        names = plan.names(part).encode()
+        names = plan.names[part].encode()
         for label, count in enumerate(np.bincount(labels[labels >= 0], minlength=len(plan.layout.listing.classes))):
             if count == 0:
                 name = plan.layout.listing.classes[label]
@@ -285,7 +290,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         _write(plan.root / f"{part}-labels.bin", labels.tobytes())
         _write(plan.root / f"{part}-files.txt", names)
         parts[part] = {
-            "shards": plan.shards(part), "chunk": plan.chunk_rows, "hashes": hashes,
+            "shards": plan.shards(part), "chunk": plan.chunk_rows, "sums": sums,
             "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
         }  # fmt: skip
     if bad:
@@ -294,7 +299,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         for shard, _ in plan.shards(part):
             _sync(plan.root / shard)
     layout = plan.layout
-    content = [plan.side, layout.listing.classes, [[p["labels_hash"], p["hashes"]] for p in parts.values()]]
+    content = [plan.side, layout.listing.classes, [[p["labels_hash"], p["sums"]] for p in parts.values()]]
     account = {
         "format": FORMAT,
         "side": plan.side,

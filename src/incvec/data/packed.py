@@ -1,6 +1,6 @@
 """A packed store: the images of a data set decoded once, as uint8 files that are mapped, never read whole.
 
-    STORE/store.json            what it is: classes, side, shards, a hash of every chunk, and of this file itself
+    STORE/store.json            what it is: classes, side, shards, a checksum of every chunk, a hash of this file itself
     STORE/train-00000.bin ...   rows of channels x side x side bytes, one after the other; likewise test-...
     STORE/train-labels.bin      int32 a row, -1 where an unreadable image was left out (its row is zeros)
     STORE/train-files.txt       the file each row was made from
@@ -14,6 +14,8 @@ import hashlib
 import json
 import mmap
 import os
+import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from incvec.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 STORE = "store.json"
 JOURNAL = "journal.jsonl"
 PARTS = ("train", "test")
@@ -43,6 +45,11 @@ def digest(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def checksum(content: bytes | memoryview, before: str = "0") -> str:
+    """CRC-32 of pixels, going on from that of what stands `before`: it guards against damage, at no cost to packing."""
+    return f"{zlib.crc32(content, int(before, 16)):08x}"
+
+
 def sealed(account: Mapping[str, Any]) -> str:
     """The account as JSON, with a hash of itself."""
     return json.dumps({**account, "hash": digest(json.dumps(account, sort_keys=True).encode())}, indent=1)
@@ -53,8 +60,8 @@ class Part:
     """One half of a store, as its files say."""
 
     shards: tuple[tuple[str, int], ...]  # file name and rows
-    chunk: int  # rows a hash stands for; chunks do not cross shards
-    hashes: tuple[str, ...]
+    chunk: int  # rows a checksum stands for; chunks do not cross shards
+    sums: tuple[str, ...]
     labels_hash: str
     files_hash: str
 
@@ -63,7 +70,7 @@ class Part:
         return sum(rows for _, rows in self.shards)
 
     def chunks(self) -> list[tuple[str, int, int]]:
-        """File, first row in it and number of rows of every chunk, in the order of the hashes."""
+        """File, first row in it and number of rows of every chunk, in the order of the sums."""
         return [
             (name, first, min(self.chunk, rows - first))
             for name, rows in self.shards
@@ -87,6 +94,7 @@ class PackedImages:
         self.shards, self.slots, self.row, self.placement = tuple(shards), slots, row, placement
         self._starts: Rows = np.cumsum([0, *(rows for _, rows in shards)], dtype=np.int64)
         self._maps: list[tuple[mmap.mmap, Bytes] | None] = [None] * len(self.shards)
+        self._residents: weakref.WeakValueDictionary[torch.device, Tensor] = weakref.WeakValueDictionary()
 
     @property
     def shape(self) -> torch.Size:
@@ -158,8 +166,8 @@ class PackedImages:
 
     def fits(self, device: torch.device) -> bool:
         """Whether all of it shall lie on the device, for good."""
-        if self.placement is not None:
-            return self.placement == "resident"
+        if self.placement is not None or device in self._residents:
+            return self.placement != "streamed"
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
         else:  # mapped pages are memory already; a copy is worth it for small stores alone
@@ -172,7 +180,10 @@ class PackedImages:
         return self.resident(where) if self.fits(where) else self
 
     def resident(self, device: torch.device) -> Tensor:
-        """All images as one tensor on the device, copied piece by piece."""
+        """All images as one tensor on the device, copied piece by piece; runs that share this object share it."""
+        found = self._residents.get(device)
+        if found is not None:
+            return found
         images = torch.empty(self.shape, dtype=torch.uint8, device=device)
         step = max(1, (1 << 28) // max(1, int(np.prod(self.row))))
         pinned = device.type == "cuda"
@@ -184,6 +195,9 @@ class PackedImages:
                 images[first : first + len(rows)].copy_(piece, non_blocking=True)
             else:
                 self.gather(rows, images[first : first + len(rows)].numpy())
+        if pinned:
+            torch.cuda.current_stream(device).synchronize()  # others read it on streams of their own
+        self._residents[device] = images
         return images
 
 
@@ -252,7 +266,7 @@ def open_store(root: str | Path) -> Store:
             name: Part(
                 tuple((str(file), int(rows)) for file, rows in part["shards"]),
                 int(part["chunk"]),
-                tuple(part["hashes"]),
+                tuple(part["sums"]),
                 part["labels_hash"],
                 part["files_hash"],
             )
@@ -280,17 +294,17 @@ def verify_chunks(root: Path, part: Part, row_bytes: int) -> list[str]:
 
     def bad(chunk: tuple[tuple[str, int, int], str]) -> str | None:
         (name, first, rows), expected = chunk
-        if chunk_hash(root / name, first * row_bytes, rows * row_bytes) == expected:
+        if chunk_sum(root / name, first * row_bytes, rows * row_bytes) == expected:
             return None
         return f"{root / name}, rows {first} to {first + rows - 1}"
 
-    found = _readers().map(bad, zip(part.chunks(), part.hashes, strict=True))
+    found = _readers().map(bad, zip(part.chunks(), part.sums, strict=True))
     return [line for line in found if line is not None]
 
 
-def chunk_hash(file: Path, offset: int, size: int) -> str | None:
-    """Hash of a stretch of a file; None where the file is shorter."""
-    total = hashlib.sha256()
+def chunk_sum(file: Path, offset: int, size: int) -> str | None:
+    """Checksum of a stretch of a file; None where the file is shorter."""
+    total = checksum(b"")
     try:
         with open(file, "rb") as handle:
             handle.seek(offset)
@@ -298,11 +312,11 @@ def chunk_hash(file: Path, offset: int, size: int) -> str | None:
                 piece = handle.read(min(size, 1 << 22))
                 if not piece:
                     return None
-                total.update(piece)
+                total = checksum(piece, total)
                 size -= len(piece)
     except FileNotFoundError:
         return None
-    return total.hexdigest()
+    return total
 
 
 def check(root: str | Path) -> list[str]:
@@ -319,8 +333,8 @@ def check(root: str | Path) -> list[str]:
         labels = store.labels(name)
         if digest(_read(store.root / f"{name}-files.txt")) != part.files_hash:
             raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REMEDY}")
-        if len(part.hashes) != len(part.chunks()):
-            raise DataError(f"{store.root / STORE} has {len(part.hashes)} hashes for {len(part.chunks())} chunks")
+        if len(part.sums) != len(part.chunks()):
+            raise DataError(f"{store.root / STORE} has {len(part.sums)} checksums for {len(part.chunks())} chunks")
         broken = verify_chunks(store.root, part, row)
         if broken:
             more = f" and {len(broken) - 3} more places" if len(broken) > 3 else ""
@@ -331,7 +345,7 @@ def check(root: str | Path) -> list[str]:
             f"{sum(counts)} {words} images, {min(counts)} to {max(counts)} a class, "
             f"{part.rows * row / 1e9:.2f} GB in {len(part.shards)} file(s)"
         )
-    lines.append(f"all {sum(len(part.hashes) for part in store.parts.values())} checksums right")
+    lines.append(f"all {sum(len(part.sums) for part in store.parts.values())} checksums right")
     if store.about.get("left_out"):
         lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / 'left-out.txt'}")
     return lines

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,11 @@ from incvec.data.layouts import Layout
 from incvec.data.packed import FORMAT, PARTS, digest
 from incvec.errors import DataError
 
-VERSIONS = {"pillow": PIL.__version__, "torch": torch.__version__}  # of what makes the pixels
+VERSIONS = {
+    "pillow": PIL.__version__,
+    "torch": torch.__version__,
+    "torchvision": version("torchvision"),
+}  # of what makes the pixels; fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -31,7 +37,7 @@ class Chunk(NamedTuple):
 
 class Done(NamedTuple):
     number: int
-    hash: str
+    sum: str
     bad: list[tuple[int, str]]  # row in the chunk and what is wrong with its file
 
 
@@ -75,13 +81,15 @@ class Plan:
                 yield shard, first * self.row_bytes, tuple(str(file) for file, _ in files[row : row + count])
                 row += count
 
-    def names(self, part: str) -> str:
-        """The file of every row, below the data set's root where it lies there."""
-        root = self.layout.listing.root
-        return "".join(
-            f"{(file.relative_to(root) if file.is_relative_to(root) else file).as_posix()}\n"
-            for file, _ in self.files(part)
-        )
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """By part, the file of every row, below the data set's root where it lies there."""
+        root = str(self.layout.listing.root).rstrip(os.sep) + os.sep
+
+        def lines(part: str) -> str:  # strings, not paths: there may be millions
+            return "".join(f"{str(file).removeprefix(root)}\n" for file, _ in self.files(part)).replace(os.sep, "/")
+
+        return {part: lines(part) for part in PARTS}
 
     @cached_property
     def key(self) -> str:
@@ -94,7 +102,7 @@ class Plan:
             self.layout.listing.classes,
             *VERSIONS.values(),
         ]
-        listed = [(self.names(part), [label for _, label in self.files(part)]) for part in PARTS]
+        listed = [(self.names[part], [label for _, label in self.files(part)]) for part in PARTS]
         return digest(json.dumps([settings, listed]).encode())
 
 
@@ -121,7 +129,7 @@ class Journal:
                 if "key" in row:
                     key = str(row["key"])
                 else:
-                    done[row["chunk"]] = Done(row["chunk"], row["hash"], [(int(i), str(m)) for i, m in row["bad"]])
+                    done[row["chunk"]] = Done(row["chunk"], row["sum"], [(int(i), str(m)) for i, m in row["bad"]])
             except (ValueError, KeyError, TypeError):
                 continue
         return key, done

@@ -48,13 +48,16 @@ class Streamed(Source, Protocol):
 class Slot:
     """One batch on its way: a pinned buffer, its copy on the device, and the events that order the two."""
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.host = torch.empty(shape, dtype=torch.uint8, pin_memory=self.cuda)
+    def __init__(self, shape: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        cuda = stream is not None
+        self.host = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda)
         self.array = self.host.numpy()
-        self.device = torch.empty(shape, dtype=torch.uint8, device=device) if self.cuda else self.host
-        self.arrived = torch.cuda.Event() if self.cuda else None
-        self.taken = torch.cuda.Event() if self.cuda else None
+        self.device = torch.empty(shape, dtype=torch.uint8, device=device) if cuda else self.host
+        if stream is not None:
+            # Two streams write to this memory; when it is dropped, nobody may have it before both are done.
+            self.device.record_stream(stream)
+        self.arrived = torch.cuda.Event(blocking=True) if cuda else None  # its waiter sleeps: readers need the cores
+        self.taken = torch.cuda.Event() if cuda else None
 
     def send(self, stream: torch.cuda.Stream | None) -> None:
         """Queue the copy to the device, after the copy of before was taken."""
@@ -128,6 +131,7 @@ class Feed(threading.Thread):
                 self.reader.read(rows, slot.array)
                 slot.send(self.stream)
                 self.full.put(slot)
+            self.full.put(RuntimeError("every batch that `ahead` told has been brought: tell the next ones first"))
         except BaseException as error:
             self.full.put(error)
 
@@ -196,7 +200,7 @@ class StreamedSource(ImageSource):
         self._batch = order.shape[1]
         shape = (self._batch, *self.row)
         if self._batch not in self._slots:
-            self._slots[self._batch] = [Slot(shape, self.where) for _ in range(self.depth)]
+            self._slots[self._batch] = [Slot(shape, self.where, self.stream) for _ in range(self.depth)]
         self._place(self._batch)
         self._feed = Feed(self.reader, order, self._slots[self._batch], self.stream)
         self._end = weakref.finalize(self, self._feed.cancel)  # nobody is left to take what it reads

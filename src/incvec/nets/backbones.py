@@ -50,6 +50,20 @@ BACKBONES: Mapping[str, Plan] = {
         entrance="3x3+pool",
         shortcut="conv",
     ),
+    "resnet18-64-podnet": Plan(
+        "ResNet-18 for 64x64 images without a ReLU after the last block of each stage",
+        _RESNET18,
+        entrance="3x3+pool",
+        shortcut="conv",
+        activation="but-stage-ends",
+    ),
+    "resnet18-64-lucir": Plan(
+        "ResNet-18 for 64x64 images without a ReLU after the last block",
+        _RESNET18,
+        entrance="3x3+pool",
+        shortcut="conv",
+        activation="but-last",
+    ),
     "resnet18": Plan(
         "ResNet-18 for 224x224 images: 7x7 stem of stride 2 and max-pooling, total stride 32",
         _RESNET18,

@@ -41,6 +41,8 @@ def paper_sheets(entries: Sequence[Entry]) -> list[Sheet]:
                 for value in values:
                     cells += [spread(value, missing="not run"), number(value.paper), number(value.difference, "+.2f")]
                 rows.append(Row(tuple(cells), quiet=not values[0].ours))
+            if not rows:
+                continue
             columns = [Column("method", number=False), Column("seeds")]
             columns += [Column(label, ARROWS[m]) for m in METRICS for label in ("ours", "paper", "diff")]
             sheets.append(

@@ -70,11 +70,12 @@ def row_name(record: Mapping[str, Any]) -> str:
     return " + ".join([record["method"], *record["addons"]])
 
 
-def is_standard(record: Mapping[str, Any]) -> bool:
-    """Whether a record belongs in the main table: the preset's settings, not an oracle, not begun elsewhere."""
-    variant = paper().get(record["dataset"], {}).get("variants", {}).get(row_name(record))
-    usual = {} if variant is None else {"variant": variant}
-    return not (record["oracle"] or record.get("label")) and changed_settings(record["config"]) == usual
+def is_standard(record: Mapping[str, Any], variant: str | None = None) -> bool:
+    """Whether a record has a preset's settings (the row's own, or that variant's), no oracle, not begun elsewhere."""
+    usual = paper().get(record["dataset"], {}).get("variants", {}).get(row_name(record), "paper")
+    wanted = usual if variant is None else variant
+    expected = {} if wanted == "paper" else {"variant": wanted}
+    return not (record["oracle"] or record.get("label")) and changed_settings(record["config"]) == expected
 
 
 def cells(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
@@ -87,8 +88,10 @@ def cells(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
     return found
 
 
-def standard_cells(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
-    return cells([r for r in records if r["dataset"] == dataset and is_standard(r)])
+def standard_cells(
+    dataset: str, records: Sequence[Mapping[str, Any]], variant: str | None = None
+) -> dict[tuple[str, int], Cell]:
+    return cells([r for r in records if r["dataset"] == dataset and is_standard(r, variant)])
 
 
 def compare(dataset: str, tasks: int, records: Sequence[Mapping[str, Any]]) -> dict[str, list[Comparison]]:
@@ -115,15 +118,20 @@ def compare_gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tu
         seeds = sorted(set(cell) & set(with_ivt), key=str)
         if not seeds:
             continue
-        theirs: Sequence[float | None] = [None] * len(METRICS)
-        if tasks in values.get(row, {}) and tasks in values.get(f"{row} + ivt", {}):
-            pairs = zip(values[f"{row} + ivt"][tasks], values[row][tasks], strict=True)
-            theirs = [after - before for after, before in pairs]
+        theirs = paper_gains(values, row, tasks)
         found[row, tasks] = [
             Comparison(known(minus(with_ivt[seed][metric], cell[seed][metric]) for seed in seeds), theirs[place])
             for place, metric in enumerate(METRICS)
         ]
     return found
+
+
+def paper_gains(rows: Mapping[str, Mapping[int, Sequence[float | None]]], host: str, tasks: int) -> list[float | None]:
+    """What IVT adds to AA, LA and FM of a host in a table of the paper; nothing where it has no such pair."""
+    after, before = rows.get(f"{host} + ivt", {}).get(tasks), rows.get(host, {}).get(tasks)
+    if after is None or before is None:
+        return [None] * len(METRICS)
+    return [minus(a, b) for a, b in zip(after, before, strict=True)]
 
 
 def known(values: Iterable[float | None]) -> tuple[float, ...]:
@@ -148,7 +156,8 @@ def table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
         for row, values in compare(dataset, tasks, records).items():
             texts = []
             for value in values:
-                texts += [cell_text(value), f"{value.paper:.2f}", difference_text(value)]
+                theirs = "" if value.paper is None else f"{value.paper:.2f}"
+                texts += [cell_text(value), theirs, difference_text(value)]
             lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
     return lines
 
@@ -261,13 +270,45 @@ def difference_text(value: Comparison) -> str:
     return "" if value.difference is None else f"{value.difference:+.2f}"
 
 
+def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A data set that the paper lacks: our hosts without and with IVT, and the gain beside the paper's elsewhere."""
+    first, *more = content["beside"]
+    hosts = [row for row in paper()[first]["rows"] if f"{row} + ivt" in paper()[first]["rows"]]
+    heads = ["host", "settings", "tasks", "AA", "AA with IVT"]
+    heads += [
+        f"{metric} {of}" for metric in METRICS for of in ("gain", f"paper, {first}", *(f"paper, {d}" for d in more))
+    ]
+    lines = [content["about"], "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for variant in content["settings"]:
+        ours = standard_cells(dataset, records, variant)
+        for tasks in content["tasks"]:
+            for host in hosts:
+                plain, with_ivt = ours.get((host, tasks), {}), ours.get((f"{host} + ivt", tasks), {})
+                texts = [host, variant, str(tasks)]
+                for cell in (plain, with_ivt):
+                    values = known(seed["AA"] for seed in cell.values())
+                    texts.append(spread(values) if values else "not run")
+                seeds = sorted(set(plain) & set(with_ivt), key=str)
+                for place, metric in enumerate(METRICS):
+                    gain = known(minus(with_ivt[seed][metric], plain[seed][metric]) for seed in seeds)
+                    texts.append(f"{statistics.mean(gain):+.2f}" if gain else "not run")
+                    for other in (first, *more):
+                        theirs = paper_gains(paper()[other]["rows"], host, tasks)[place]
+                        texts.append("" if theirs is None else f"{theirs:+.2f}")
+                lines.append("| " + " | ".join(texts) + " |")
+    return lines
+
+
 def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Records that no other section has."""
     shown = {kind(config.resolved()) for sweep in (BOUNDS, SWITCHES) for config in runs_of(sweep)}
+    content = paper()[dataset]
+    stands_in = [variant for variant in content.get("settings", ()) if "beside" in content]
     rows = [
         r for r in records
         if r["dataset"] == dataset and (r.get("label") or kind(r["config"]) not in shown)
-        and not (is_standard(r) and r["tasks"] in paper()[dataset]["rows"].get(row_name(r), ()))
+        and not (is_standard(r) and r["tasks"] in content["rows"].get(row_name(r), ()))
+        and not (r["tasks"] in content.get("tasks", ()) and any(is_standard(r, variant) for variant in stands_in))
     ]  # fmt: skip
     if not rows:
         return []
@@ -310,8 +351,9 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "(number of seeds); gains are paired by seed, ± standard error.",
     ]
     for dataset, content in paper().items():
-        lines += ["", f"## {content['title']}", "", *table(dataset, records)]
-        if paired := gains(dataset, records):
+        body = stand_in(dataset, content, records) if "beside" in content else table(dataset, records)
+        lines += ["", f"## {content['title']}", "", *body]
+        if "beside" not in content and (paired := gains(dataset, records)):
             lines += ["", "### What IVT adds", "", *paired]
         if bounds := bound_table(dataset, records):
             lines += ["", "### The oracle and joint training", "", *bounds]
