@@ -174,7 +174,7 @@ def test_parameters_that_step_apart_are_averaged_apart():
         fisher.accumulate([("a", a), ("b", b)])
     fisher.accumulate([("c", c)])
     fisher.accumulate([("b", b), ("c", c)])
-    assert [fisher.steps(name).item() for name in "abc"] == [4, 5, 2]
+    assert [fisher.counts()[name].item() for name in "abc"] == [4, 5, 2]
     assert {name: value.item() for name, value in fisher.mean().items()} == {"a": 1.0, "b": 4.0, "c": 9.0}
 
 
@@ -203,7 +203,7 @@ def test_scaled_steps_are_divided_and_skipped_ones_replaced():
     parameter.grad = torch.tensor([float("inf"), float("nan")])
     fisher.accumulate([("p", parameter)], grad_scale=torch.tensor([8.0]), found_inf=torch.tensor([1.0]))
     assert fisher.sums["p"].tolist() == [1.0, 4.0]
-    assert fisher.steps("p").item() == 1
+    assert fisher.counts()["p"].item() == 1
 
 
 def test_kernel_names_are_convolutions_larger_than_one_pixel():

@@ -39,7 +39,7 @@ def train_scaled(fused: bool, kind: type[torch.optim.Optimizer], poison: int | N
         assert torch.equal(model.weight, before) == (i == poison)
         scaler.update()
     ivt.end_epoch()
-    return ivt.fisher["weight"], torch.stack(squares).mean(0), ivt._fisher.steps("weight").item()
+    return ivt.fisher["weight"], torch.stack(squares).mean(0), ivt._fisher.counts()["weight"].item()
 
 
 @pytest.mark.parametrize("unscale", [False, True])

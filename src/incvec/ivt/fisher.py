@@ -64,6 +64,8 @@ class BatchFisher:
         self.sums: dict[str, Tensor] = {}
         self.seen: dict[str, None] = {}  # names that have had a gradient, in order
         self._steps: dict[frozenset[str], Tensor] = {}
+        self._groups: list[tuple[list[Tensor], list[str]]] = []  # counters, and the names that have them: see below
+        self._together: dict[tuple[str, ...], tuple[list[Tensor], Tensor]] = {}  # sums and counter of a usual step
         self.allocate(parameters)
         if parameters:
             self.counter(parameters)
@@ -73,6 +75,7 @@ class BatchFisher:
         for name, parameter in parameters.items():
             if name in self.sums:
                 continue
+            self._groups = []
             if capturing(parameter):
                 raise RuntimeError(
                     f"{name!r} has its first gradient inside a CUDA graph capture, where no buffer can be made; "
@@ -94,6 +97,7 @@ class BatchFisher:
                     f"a set of {len(key)} parameters steps for the first time inside a CUDA graph capture; "
                     "run one step with the same parameters before capturing"
                 )
+            self._groups = []
             counter = self._steps[key] = torch.zeros((), dtype=torch.float32, device=like.device)
         return counter
 
@@ -111,11 +115,14 @@ class BatchFisher:
         scale, and a step that found infinities is skipped, both on the device. Such a step's gradients are
         replaced by zeros, not multiplied by them: 0 * inf is not a number.
         """
+        pairs = list(parameters)
+        if grad_scale is None and found_inf is None and self._add_known(pairs):
+            return
         names: list[str] = []
         sums: list[Tensor] = []
         gradients: list[Tensor] = []
         kept = None if found_inf is None else found_inf.reshape(()) == 0
-        for name, parameter in parameters:
+        for name, parameter in pairs:
             gradient = parameter.grad
             if gradient is not None:
                 if name not in self.sums:
@@ -144,6 +151,24 @@ class BatchFisher:
             torch._foreach_addcmul_(sums, gradients, gradients)
         counter = self.counter(names)
         counter.add_(1.0 if kept is None else kept.to(counter, non_blocking=True))
+        if len(sums) == len(pairs):
+            self._together[tuple(names)] = sums, counter
+
+    def _add_known(self, pairs: Sequence[tuple[str, Tensor]]) -> bool:
+        """The usual step, with dense gradients of the sums' format for parameters that have stepped together before."""
+        known = self._together.get(tuple(name for name, _ in pairs))
+        if known is None:
+            return False
+        sums, counter = known
+        gradients = []
+        for (_, parameter), total in zip(pairs, sums, strict=True):
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype != total.dtype or gradient.is_sparse:
+                return False
+            gradients.append(gradient)
+        torch._foreach_addcmul_(sums, gradients, gradients)
+        counter.add_(1.0)
+        return True
 
     @torch.no_grad()
     def add(self, squares: Mapping[str, Tensor], count: float) -> None:
@@ -154,26 +179,28 @@ class BatchFisher:
         if squares:
             self.counter(squares).add_(float(count))
 
-    def steps(self, name: str) -> Tensor:
-        """How many steps (or samples) are in the parameter's sum: a scalar on the device."""
-        total = torch.zeros((), dtype=torch.float32, device=self.sums[name].device)
-        for names, counter in self._steps.items():
-            if name in names:
-                total = total + counter.to(total.device, non_blocking=True)
-        return total
-
     def by_counters(self) -> Iterator[tuple[Tensor, list[str]]]:
         """Names that share their device and their step counters, with those counters' total."""
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for name, total in self.sums.items():
-            key = (total.device, *(name in names for names in self._steps))
-            groups.setdefault(key, []).append(name)
-        for names in groups.values():
-            yield self.steps(names[0]), names
+        if not self._groups:
+            groups: dict[tuple[object, ...], list[str]] = {}
+            for name, total in self.sums.items():
+                key = (total.device, *(name in names for names in self._steps))
+                groups.setdefault(key, []).append(name)
+            for names in groups.values():
+                counters = [counter for those, counter in self._steps.items() if names[0] in those]
+                self._groups.append((counters, names))
+        for counters, names in self._groups:
+            device = self.sums[names[0]].device
+            total = (
+                torch.zeros((), dtype=torch.float32, device=device) if len(counters) != 1 else counters[0].to(device)
+            )
+            for counter in counters if len(counters) > 1 else ():
+                total = total + counter.to(device, non_blocking=True)
+            yield total, names
 
     def counts(self) -> dict[str, Tensor]:
         """How many steps are in each parameter's sum: scalars on the device, so that nothing waits for it."""
-        return {name: steps for steps, names in self.by_counters() for name in names}
+        return {name: kept for steps, names in self.by_counters() for kept in [steps.clone()] for name in names}
 
     @torch.no_grad()
     def mean_(self) -> None:
@@ -201,6 +228,7 @@ class BatchFisher:
     def restore(self, sums: Mapping[str, Tensor], steps: Sequence[float]) -> None:
         """Take over saved sums and the step counts beside them, in place; everything else becomes zero."""
         self.zero_()
+        self._together.clear()
         self.seen = dict.fromkeys(sums)
         by_count: dict[float, list[str]] = {}
         for (name, value), count in zip(sums.items(), steps, strict=True):

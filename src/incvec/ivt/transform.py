@@ -130,13 +130,9 @@ def teleport_(
         back = share * increment
         pieces = zip(chunk, back.split(sizes), strict=True)
         torch._foreach_sub_([parameters[i] for i in chunk], [piece.view(parameters[i].shape) for i, piece in pieces])
-        measured = torch.stack(
-            [
-                torch.stack(torch._foreach_norm(list(values.split(sizes)), order))
-                for values, order in ((share, 1), (increment, 2), (increment - back, 2), (new, 1), (prev, 1))
-            ],
-            dim=1,
-        )
+        values = torch.stack([share, increment.square(), (increment - back).square(), new, prev])
+        measured = torch.stack([piece.sum(1) for piece in values.split(sizes, 1)])
+        measured[:, 1:3].sqrt_()
         for i, row in zip(chunk, measured, strict=True):
             statistics[i] = row
     return statistics
