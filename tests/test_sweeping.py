@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from incvec.cli import app
 from incvec.data import Dataset
 from incvec.engine.run import finish
+from incvec.engine.shared import Lock
 from incvec.engine.sweep import Check
 from incvec.errors import ConfigError
 from incvec.sweeping import plan, sweep, sweeps
@@ -124,6 +126,26 @@ def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
 def test_every_packaged_sweep_can_be_planned() -> None:
     for name in sweeps():
         assert plan(name, [])
+
+
+# Several processes -------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    run = {"method": ["finetune", "replay"], "dataset": "digits", "stop_after": 1}
+    file.write_text(yaml.safe_dump({"name": "mine", "runs": [run]}))
+    settings = ["method.epochs=1"]
+    taken = plan(str(file), settings)[0][0]
+    lock = Lock(tmp_path / "out" / taken / ".lock")
+    assert lock.acquire()
+    console = Console(file=io.StringIO(), width=200)
+    assert sweep(str(file), tmp_path / "out", None, settings, 2, None, console) == 0
+    assert "elsewhere" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert done(tmp_path / "out") == ["replay"]
+    lock.release()
+    assert sweep(str(file), tmp_path / "out", None, settings, 2, None, Console(quiet=True)) == 0
+    assert done(tmp_path / "out") == ["finetune", "replay"]
 
 
 # Part of a stream --------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ class CheckpointError(IncvecError):
     """A checkpoint that is damaged or belongs to another run."""
 
 
+class Busy(CheckpointError):
+    """A run's folder in which another process is at work."""
+
+
 class TrainingError(IncvecError):
     """Training that cannot go on: a loss or a feature that is not finite."""
 

@@ -22,7 +22,7 @@ from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
 from incvec.engine.sweep import Check, default_at_once, read_check, read_sweep
 from incvec.engine.trouble import explained
-from incvec.errors import ConfigError, IncvecError, nearest
+from incvec.errors import Busy, ConfigError, IncvecError, nearest
 from incvec.methods import METHODS
 from incvec.presets import changed_settings, resolve, run_name, sweeps
 from incvec.report.tables import duration
@@ -104,6 +104,8 @@ class Row:
             self.accuracy = f"{event.accuracy:.2f}"
         elif isinstance(event, ev.Notice):
             self.where = event.text[:60]
+        elif isinstance(event, Failed) and isinstance(event.error, Busy):
+            self.state = "elsewhere"  # another process does it: several may share a sweep
         elif isinstance(event, Failed):
             self.state = "failed"
             self.error = f"{type(event.error).__name__}: {event.error}"

@@ -36,7 +36,7 @@ from incvec.engine.shared import BaseFile, Lock, base_key
 from incvec.engine.speed import Way, speed_up
 from incvec.engine.stage import StageLoop
 from incvec.engine.trouble import explained, gpu_trouble
-from incvec.errors import CheckpointError, TrainingError
+from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.records import read_record
 
@@ -119,7 +119,7 @@ class Run:
         if self.parts.engine == "graph" and not self.ranks.captures:
             self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
         if self.ranks.is_first and not self._lock.acquire():
-            raise CheckpointError(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
+            raise Busy(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
         try:
             resumed = self._resume()
             self._join()
