@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -410,9 +411,16 @@ def test_version_and_help() -> None:
         assert option in text
 
 
+@pytest.mark.parametrize("installed", [True, False])
 def test_without_the_lab_it_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def version(name: str) -> str:
+        if installed:
+            return "1.0"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
     monkeypatch.delitem(sys.modules, "incvec.cli")
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as exit_:
@@ -420,7 +428,12 @@ def test_without_the_lab_it_says_how_to_install_it(
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert "needs typer" in said
-    assert "pip install 'incvec[lab]'" in said
+    wanted = re.search(r"pip install '(.+)\[lab\]'", said)
+    assert wanted is not None
+    if installed:
+        assert wanted[1] == "incvec"
+    else:  # no index has to know it: the tree it runs from
+        assert (Path(wanted[1]) / "pyproject.toml").exists()
 
 
 def test_the_module_runs_and_stops_on_ctrl_c(tmp_path: Path) -> None:
