@@ -21,6 +21,7 @@ from incvec.data import Dataset, ImageSource, class_order, make_source, make_vie
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
+from incvec.nets import check_backbone
 
 
 @dataclass
@@ -82,6 +83,8 @@ def check_names(config: RunConfig) -> None:
             raise ConfigError(f"add-on {name!r} cannot go with {' + '.join([config.method, *before])}: {reason}")
         before.append(name)
     own = config.options(config.method, method.Options)
+    if not method.pretrained and hasattr(own, "net"):  # options of pre-trained methods check their own
+        check_backbone(own.net)
     for name in config.addons:
         addon = find_addon(name)
         reason = addon.refuses_options(config.options(name, addon.Options), method, own)

@@ -110,7 +110,9 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     for key in given:
         if key not in fields:
             other = " (its method or add-on is not part of this run)" if key in METHODS or key in ADDONS else ""
-            raise ConfigError(f"unknown setting {key!r}{other}.{nearest(key, [*fields, *kinds])}")
+            owners = [name for name, section in sections.items() if key in section]
+            hint = f" Did you mean '{owners[0]}.{key}'?" if owners else nearest(key, [*fields, *kinds])
+            raise ConfigError(f"unknown setting {key!r}{other}.{hint}")
     stream = {"base_classes": 0, **UNIFORM.get(dataset, {})} if pretrained else STREAMS.get(dataset, {})
     values = {**stream, **given}
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
