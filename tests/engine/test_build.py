@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from incvec.data import Dataset
+from incvec.engine.run import finish
 from incvec.errors import ConfigError
 from tests.conftest import make_run, quick
 
@@ -34,3 +35,10 @@ def test_a_total_is_shared_by_the_classes_seen_when_a_class_comes(few: Dataset, 
         next(make_run(with_fewer(few, 5, 12), tmp_path / "short", given).events())
     with pytest.raises(ConfigError, match="'0' has 39 training images, but 40 are needed"):
         next(make_run(with_fewer(few, 0, 39), tmp_path / "base", given).events())
+
+
+def test_an_order_that_was_given_has_no_seed(few: Dataset, tmp_path: Path) -> None:
+    order = [5, 4, 3, 2, 1, 0]
+    record = finish(make_run(few, tmp_path, quick("finetune", class_order=order, order_seed=7, stop_after=1)))
+    assert (record["order_seed"], record["config"]["order_seed"]) == (None, None)
+    assert record["class_order"] == record["config"]["class_order"] == order

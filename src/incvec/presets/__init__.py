@@ -115,6 +115,8 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
             raise ConfigError(f"unknown setting {key!r}{other}.{hint}")
     stream = {"base_classes": 0, **UNIFORM.get(dataset, {})} if pretrained else STREAMS.get(dataset, {})
     values = {**stream, **given}
+    if values.get("class_order") is not None:
+        values["order_seed"] = None  # no seed has made this order, so no record shall say so
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
     return config
 
