@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,7 @@ def test_names_of_runs() -> None:
         (["--method", "podnet", "--dataset", "cifar100"], "cifar100 needs a data root"),
         (["--method", "podnet", "--set", "podnet.epocs=1"], "unknown setting podnet.epocs. Did you mean 'epochs'?"),
         (["--method", "podnet", "--set", "sed=1"], "unknown setting 'sed'. Did you mean 'seed'?"),
+        (["--method", "podnet", "--set", "batch_size=8"], "Did you mean 'podnet.batch_size'?"),
         (["--method", "podnet", "--set", "ivt.interval=2"], "add-on is not part of this run"),
         (["--method", "podnet", "--set", "podnet.epochs=many"], "podnet.epochs = 'many' is not possible"),
         (["--method", "podnet", "--set", "podnet.epochs=1.5"], "podnet.epochs = 1.5 is not possible"),
@@ -194,6 +196,7 @@ def test_names_of_runs() -> None:
         (["--method", "podnet", "--device", "gpu"], "device 'gpu' is not known"),
         (["--method", "podnet", "--tasks", "4"], "cannot be cut into 4 equal tasks"),
         (["--method", "podnet", "--set", "podnet.net=tinny"], "Did you mean 'tiny'?"),
+        (["--method", "podnet", "--dataset", "cifar100", "--set", "podnet.net=tinny"], "Did you mean 'tiny'?"),
         (["--method", "podnet", "--set", "podnet.memory=1000"], "lower podnet.memory"),
         (["--method", "podnet", "--bases", "x", "--no-share"], "contradict"),
         (["--method", "podnet", "--download"], "'digits' is never downloaded"),
@@ -410,9 +413,16 @@ def test_version_and_help() -> None:
         assert option in text
 
 
+@pytest.mark.parametrize("installed", [True, False])
 def test_without_the_lab_it_says_how_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def version(name: str) -> str:
+        if installed:
+            return "1.0"
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
     monkeypatch.delitem(sys.modules, "incvec.cli")
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as exit_:
@@ -420,7 +430,12 @@ def test_without_the_lab_it_says_how_to_install_it(
     assert exit_.value.code == 2
     said = capsys.readouterr().err
     assert "needs typer" in said
-    assert "pip install 'incvec[lab]'" in said
+    wanted = re.search(r"pip install '(.+)\[lab\]'", said)
+    assert wanted is not None
+    if installed:
+        assert wanted[1] == "incvec"
+    else:  # no index has to know it: the tree it runs from
+        assert (Path(wanted[1]) / "pyproject.toml").exists()
 
 
 def test_the_module_runs_and_stops_on_ctrl_c(tmp_path: Path) -> None:

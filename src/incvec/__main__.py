@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
+from pathlib import Path
 
 # What the extra `lab` brings, by the names one imports.
 LAB = {
@@ -21,6 +23,15 @@ LAB = {
 }
 
 
+def command() -> str:
+    """What installs the lab: by name where incvec is installed, else from the source tree it is run from."""
+    try:
+        metadata.version("incvec")
+    except metadata.PackageNotFoundError:
+        return f"pip install '{Path(__file__).resolve().parents[2]}[lab]'"
+    return "pip install 'incvec[lab]'"
+
+
 def main() -> None:
     """Run the command line and exit with its status."""
     try:
@@ -32,8 +43,7 @@ def main() -> None:
         if missing not in LAB:
             raise
         print(
-            f"incvec: the command line needs {missing} ({error}). Install the lab with\n\n"
-            "    pip install 'incvec[lab]'\n",
+            f"incvec: the command line needs {missing} ({error}). Install the lab with\n\n    {command()}\n",
             file=sys.stderr,
         )
         sys.exit(2)

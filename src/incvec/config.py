@@ -64,7 +64,7 @@ class RunConfig(BaseModel):
     base_classes: int = Field(50, ge=0)
     seed: int = Field(0, ge=0, description="training seed")
     order_seed: int | None = Field(1993, ge=0, description="class order seed; none: the data set's own order")
-    class_order: Ints | None = None
+    class_order: Ints | None = Field(None, description="the classes as they come, in place of a seed's order")
     oracle: bool = Field(False, description="the full past in place of the memory")
     variant: str = Field("paper", description="which preset of the method: paper, authors")
     device: str = "auto"

@@ -20,23 +20,25 @@ REQUIRED = ("method", "addons", "dataset", "tasks", "oracle", "seed", "accuracy"
 
 
 def commit() -> str | None:
-    """The source tree's commit, from git or, where there is none, from INCVEC_COMMIT."""
+    """The source tree's commit, from INCVEC_COMMIT or from git; None where neither knows it.
+
+    An installed copy may lie inside somebody else's repository (a virtual environment in it): that commit is not ours,
+    so git must know this very file.
+    """
     given = os.environ.get("INCVEC_COMMIT")
     if given:
         return given
-    here = Path(__file__).resolve().parent
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
+        return _git("describe", "--always", "--dirty", "--abbrev=12") or None
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip() or None
+
+
+def _git(*arguments: str) -> str:
+    here = Path(__file__).resolve().parent
+    found = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    return found.stdout.strip()
 
 
 def environment(device: torch.device) -> dict[str, Any]:

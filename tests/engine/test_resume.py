@@ -158,6 +158,60 @@ def test_killed_at_random_moments(tmp_path: Path, digits: Dataset) -> None:
     assert check_kills("podnet", tmp_path, digits, epochs=12, span=1.5) >= 2
 
 
+WOUNDS = """
+import os, signal
+import incvec.methods.common as common
+from incvec.engine import files, stage
+from incvec.methods.podnet import PODNet
+visits = 0
+def die(*about):
+    global visits
+    visits += 1
+    if visits == {visit}:
+        if about:  # half of a file is on the disk
+            os.ftruncate(about[0], os.fstat(about[0]).st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+herd, step, forward, fchmod = common.herd, stage.StageLoop.step, PODNet.forward, os.fchmod
+def herding(*given):
+    chosen = herd(*given)
+    die()
+    return chosen
+def balance(self):
+    step(self)
+    if self.stage.role == "balance":
+        die()
+def evaluation(self, images):
+    die()
+    return forward(self, images)
+def writing(handle, mode):
+    die(handle)
+    fchmod(handle, mode)
+place = {place!r}
+if place == "herding": common.herd = herding
+if place == "balance": stage.StageLoop.step = balance
+if place == "evaluation": PODNet.forward = evaluation
+if place == "writing": os.fchmod = writing
+"""
+
+
+def test_killed_inside_herding_writing_the_balanced_stage_and_evaluation(tmp_path: Path, digits: Dataset) -> None:
+    """One life after another ends by SIGKILL, each in the midst of something else; the last one gets to the end."""
+    given = long_enough("podnet", epochs=2)
+    whole = Run(resolve(given), digits, tmp_path / "whole")
+    record = finish(whole)
+    out, chance = tmp_path / "killed", random.Random(3)
+    for place, most in (("herding", 2), ("writing", 4), ("balance", 2), ("evaluation", 1)):
+        script = WOUNDS.format(place=place, visit=chance.randint(1, most)) + SCRIPT.format(given=given, out=str(out))
+        life = subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        assert life.returncode == -signal.SIGKILL, place
+        if place == "writing":
+            assert list(tmp_path.glob("killed/**/.*.safetensors.*"))
+    again = finish(Run(resolve(given), digits, out))
+    same_record(again, record)
+    for task in range(4):
+        same_weights(whole.snapshot_path(task), out / "snapshots" / f"task-{task:02d}.safetensors")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"joint", "zeroshot"}))
 def test_every_method_killed_at_random_moments(method: str, tmp_path: Path, digits: Dataset) -> None:

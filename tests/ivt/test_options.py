@@ -42,6 +42,12 @@ def test_something_that_is_no_optimizer_is_refused():
         IVT(network(), network())
 
 
+@pytest.mark.parametrize("model", [None, list(network().parameters())])
+def test_something_that_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got (NoneType|list)"):
+        IVT(model)
+
+
 def test_a_compiled_model_has_the_names_of_the_plain_one():
     model = network()
     compiled = torch.compile(model, backend="eager")

@@ -1,5 +1,7 @@
 """Saving and going on: nothing may change."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -178,6 +180,33 @@ def test_a_state_saved_between_tasks_fits_a_model_that_has_grown_since():
     grown.begin_task()
     assert grown.task == 2
     assert grown.cumulative["2.bias"].tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_loaded_state_without_its_optimizer_is_noticed_at_the_first_epoch():
+    """An IVT that was told of its optimizer by begin_task() must be told again; F_t would stay the saved one."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        model(torch.ones(2, 1, 3, 3)).square().sum().backward()
+        optimizer.step()
+
+    ivt = IVT(model)
+    ivt.begin_task(optimizer=optimizer)
+    step()
+    ivt.end_epoch()
+    loaded = IVT(model)
+    loaded.load_state_dict(ivt.state_dict())
+    step()
+    with pytest.warns(UserWarning, match="not listening"):
+        loaded.end_epoch()
+    with pytest.raises(RuntimeError, match=r"only attach\(\) the optimizer"):
+        loaded.begin_task(optimizer=optimizer)
+    loaded.attach(optimizer)
+    step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded.end_epoch()
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(0, 5))

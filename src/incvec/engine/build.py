@@ -18,9 +18,11 @@ from incvec.addons import find_addon
 from incvec.config import RunConfig
 from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
+from incvec.data.memory import quota
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
+from incvec.nets import check_backbone
 
 
 @dataclass
@@ -82,6 +84,8 @@ def check_names(config: RunConfig) -> None:
             raise ConfigError(f"add-on {name!r} cannot go with {' + '.join([config.method, *before])}: {reason}")
         before.append(name)
     own = config.options(config.method, method.Options)
+    if not method.pretrained and hasattr(own, "net"):  # options of pre-trained methods check their own
+        check_backbone(own.net)
     for name in config.addons:
         addon = find_addon(name)
         reason = addon.refuses_options(config.options(name, addon.Options), method, own)
@@ -159,18 +163,18 @@ def check_counts(
     dataset: Dataset,
     order: list[int],
 ) -> None:
-    """Every class needs images, and as many as its exemplars."""
-    wanted = getattr(options, "memory", 1) if kind.exemplars else 1
-    total = getattr(options, "memory_total", None)
-    if kind.exemplars and total is not None:
-        wanted = max(total // tasks[0].n_seen, 1)
+    """Every class needs images, and as many as the exemplars that its task leaves of it."""
+    memory, total = getattr(options, "memory", 1), getattr(options, "memory_total", None)
+    setting = "memory" if total is None else "memory_total"
     counts = train.counts().tolist()
-    for label in range(tasks[-1].n_seen):
-        if counts[label] < wanted:
-            raise ConfigError(
-                f"class {dataset.class_names[order[label]]!r} has {counts[label]} training images, but {wanted} are "
-                f"needed ({kind.name} keeps that many exemplars a class); lower {kind.name}.memory."
-            )
+    for task in tasks:
+        wanted = quota(task.n_seen, memory if total is None else None, total) if kind.exemplars else 1
+        for label in task.classes:
+            if counts[label] < wanted:
+                raise ConfigError(
+                    f"class {dataset.class_names[order[label]]!r} has {counts[label]} training images, but {wanted} "
+                    f"are needed ({kind.name} keeps that many exemplars a class); lower {kind.name}.{setting}."
+                )
 
 
 @cache

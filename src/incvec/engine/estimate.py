@@ -9,11 +9,10 @@ from incvec.contracts import Stage, Task
 
 
 class Estimate:
-    """Counts rows times epochs. A stage not seen yet is taken to have its task's share of all images."""
+    """Counts rows times epochs. A stage not seen yet is taken to have its task's classes' images."""
 
-    def __init__(self, tasks: Sequence[Task], plan: Callable[[Task], list[Stage]], images: int) -> None:
-        self.tasks, self.plan = tasks, plan
-        self.per_class = images / tasks[-1].n_seen
+    def __init__(self, tasks: Sequence[Task], plan: Callable[[Task], list[Stage]], per_class: float) -> None:
+        self.tasks, self.plan, self.per_class = tasks, plan, per_class
         self._seen: dict[tuple[bool, str], float] = {}
         self._start: tuple[float, float] | None = None
 

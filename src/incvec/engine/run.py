@@ -114,7 +114,8 @@ class Run:
             yield ev.Finished(record, str(self.record_path), already=True)
             return
         self.parts = build(self.config, self.dataset, self.generator, self.device)
-        self.estimate = Estimate(self.parts.tasks, self._plan, len(self.parts.world.train.labels))
+        per_class = len(self.parts.world.train.labels) / len(self.parts.order)
+        self.estimate = Estimate(self.parts.tasks, self._plan, per_class)
         self.ranks.check([stage for task in self.parts.tasks for stage in self._plan(task)])
         if self.parts.engine == "graph" and not self.ranks.captures:
             self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host

@@ -65,6 +65,8 @@ class IVT:
         memory: Memory = "device",
         listen: bool = True,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         check_choice("structure", structure, Structure)
         check_choice("fisher", fisher, Kind)
         check_choice("optimizer_state", optimizer_state, OptimizerState)
@@ -162,7 +164,10 @@ class IVT:
         vanished is dropped.
         """
         if self._in_task:
-            raise RuntimeError(f"begin_task() inside task {self._task}: call end_task() first")
+            raise RuntimeError(
+                f"begin_task() inside task {self._task}: call end_task() first (to go on with a loaded state, only "
+                "attach() the optimizer)"
+            )
         if optimizer is not None:
             self.attach(*([optimizer] if isinstance(optimizer, Optimizer) else optimizer))
         if self.optimizer_state == "reset" and not self._optimizers:
@@ -430,7 +435,8 @@ class IVT:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken; the model must have grown to that task. No begin_task() follows.
 
-        Buffers that fit are written in place, so a captured CUDA graph stays valid.
+        Whose steps to listen to is not part of the state: give the optimizer to IVT(...) or `attach`. Buffers that
+        fit are written in place, so a captured CUDA graph stays valid.
         """
         saved = unpack(state)
         self._look_at_model()
@@ -443,7 +449,7 @@ class IVT:
         self._fisher.restore(saved.fisher, saved.steps.tolist())
         self._task, self._epoch = saved.task, saved.epoch
         self._in_task, self._finalised = saved.in_task, saved.epoch_finalised
-        self._stepless = False
+        self._stepless = saved.epoch_finalised  # an epoch had ended: nothing has stepped since
         self._statistics = []
 
     def _stored(self, name: str, value: Tensor, present: Mapping[str, Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Backbones by name, heads that grow by appending blocks, and the model that joins the two."""
 
-from incvec.nets.backbones import BACKBONES, backbones, build_backbone, initialise
+from incvec.nets.backbones import BACKBONES, backbones, build_backbone, check_backbone, initialise
 from incvec.nets.heads import Block, CosineHead, Head, LinearHead, ProxyHead, mean_row_norm, widened
 from incvec.nets.model import Classifier
 from incvec.nets.resnet import Backbone, Features, Level, Norm, Plan, Residual
@@ -21,6 +21,7 @@ __all__ = [
     "Residual",
     "backbones",
     "build_backbone",
+    "check_backbone",
     "initialise",
     "mean_row_norm",
     "widened",

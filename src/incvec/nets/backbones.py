@@ -102,14 +102,19 @@ def backbones() -> dict[str, str]:
     return {name: plan.summary for name, plan in BACKBONES.items()}
 
 
+def check_backbone(name: str) -> None:
+    """Refuse a name that no backbone has."""
+    if name not in BACKBONES:
+        known = ", ".join(BACKBONES)
+        raise ConfigError(f"there is no backbone called {name!r}.{nearest(name, BACKBONES)} There are: {known}.")
+
+
 def build_backbone(name: str, channels: int = 3, generator: torch.Generator | None = None) -> Backbone:
     """The named backbone for images of `channels` channels, on the CPU, its weights drawn from `generator`.
 
     Without a generator the draws come from a fresh one with seed 0. The global generator is left as it was.
     """
-    if name not in BACKBONES:
-        known = ", ".join(BACKBONES)
-        raise ConfigError(f"there is no backbone called {name!r}.{nearest(name, BACKBONES)} There are: {known}.")
+    check_backbone(name)
     if channels < 1:
         raise ValueError(f"a backbone needs images of at least 1 channel, not {channels}")
     # torch's layers draw initial values from the global generator; those are all replaced below.

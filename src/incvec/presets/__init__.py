@@ -110,9 +110,13 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     for key in given:
         if key not in fields:
             other = " (its method or add-on is not part of this run)" if key in METHODS or key in ADDONS else ""
-            raise ConfigError(f"unknown setting {key!r}{other}.{nearest(key, [*fields, *kinds])}")
+            owners = [name for name, section in sections.items() if key in section]
+            hint = f" Did you mean '{owners[0]}.{key}'?" if owners else nearest(key, [*fields, *kinds])
+            raise ConfigError(f"unknown setting {key!r}{other}.{hint}")
     stream = {"base_classes": 0, **UNIFORM.get(dataset, {})} if pretrained else STREAMS.get(dataset, {})
     values = {**stream, **given}
+    if values.get("class_order") is not None:
+        values["order_seed"] = None  # no seed has made this order, so no record shall say so
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
     return config
 

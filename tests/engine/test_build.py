@@ -1,0 +1,44 @@
+"""What is refused when a run's parts are put together, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from incvec.data import Dataset
+from incvec.engine.run import finish
+from incvec.errors import ConfigError
+from tests.conftest import make_run, quick
+
+
+def with_fewer(data: Dataset, label: int, count: int) -> Dataset:
+    """The data set with only so many training images of one class."""
+    mine = data.train_labels == label
+    kept = ~mine | (mine.cumsum(0) <= count)
+    return replace(data, train_images=data.train_images[kept], train_labels=data.train_labels[kept])
+
+
+def test_a_total_that_leaves_none_a_class_in_the_end(few: Dataset, tmp_path: Path) -> None:
+    """Five exemplars are enough for the first two tasks, of 2 and 4 classes."""
+    run = make_run(few, tmp_path, quick("podnet", podnet={"memory_total": 5}))
+    with pytest.raises(ConfigError, match="5 in total for 6 classes keeps none"):
+        next(run.events())
+
+
+def test_a_total_is_shared_by_the_classes_seen_when_a_class_comes(few: Dataset, tmp_path: Path) -> None:
+    """80 in total are 40 a class in the base task, but 13 when the last class comes."""
+    given = quick("podnet", podnet={"memory_total": 80}, class_order=[0, 1, 2, 3, 4, 5])
+    next(make_run(with_fewer(few, 5, 13), tmp_path / "enough", given).events())
+    with pytest.raises(ConfigError, match=r"'5' has 12 training images, but 13 are needed.*lower podnet.memory_total"):
+        next(make_run(with_fewer(few, 5, 12), tmp_path / "short", given).events())
+    with pytest.raises(ConfigError, match="'0' has 39 training images, but 40 are needed"):
+        next(make_run(with_fewer(few, 0, 39), tmp_path / "base", given).events())
+
+
+def test_an_order_that_was_given_has_no_seed(few: Dataset, tmp_path: Path) -> None:
+    order = [5, 4, 3, 2, 1, 0]
+    record = finish(make_run(few, tmp_path, quick("finetune", class_order=order, order_seed=7, stop_after=1)))
+    assert (record["order_seed"], record["config"]["order_seed"]) == (None, None)
+    assert record["class_order"] == record["config"]["class_order"] == order

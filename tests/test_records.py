@@ -1,0 +1,54 @@
+"""What a record says of where it was made."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from incvec import records
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with one commit, and our module in a folder of it that git has not been told of."""
+    monkeypatch.delenv("INCVEC_COMMIT", raising=False)
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "theirs.txt").write_text("theirs")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "theirs.txt")
+    git(tmp_path, "commit", "-qm", "theirs")
+    package = tmp_path / ".venv" / "incvec"
+    package.mkdir(parents=True)
+    (package / "records.py").write_text("ours")
+    monkeypatch.setattr(records, "__file__", str(package / "records.py"))
+    return tmp_path
+
+
+def test_another_projects_commit_is_not_ours(tree: Path) -> None:
+    assert records.commit() is None
+
+
+def test_a_source_trees_commit(tree: Path) -> None:
+    git(tree, "add", ".venv/incvec/records.py")
+    git(tree, "commit", "-qm", "ours")
+    head = git(tree, "rev-parse", "HEAD")[:12]
+    assert records.commit() == head
+    (tree / "theirs.txt").write_text("changed")
+    assert records.commit() == f"{head}-dirty"
+
+
+def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("INCVEC_COMMIT", raising=False)
+    assert records.commit() is None
+    monkeypatch.setenv("INCVEC_COMMIT", "abc123")
+    assert records.commit() == "abc123"
