@@ -17,6 +17,7 @@ from incvec.engine.run import finish
 from incvec.errors import CheckpointError, ConfigError
 from incvec.ivt import IVT
 from incvec.methods import METHODS, find_method
+from incvec.nets.resnet import Stem
 from incvec.presets import resolve
 from tests.addons.tools import Tensors, record_batches, run_on, same, snapshot, state_of, watch
 from tests.conftest import make_run, quick, same_record, same_weights, weights
@@ -35,13 +36,13 @@ class Teleports:
         def epoch(addon: IVTAddOn, task: Task, stage: Stage, number: int, optimiser: Any) -> None:
             where[0] = (task.index, stage.name, number)
 
-        def before(plugin: IVT) -> None:
+        def before(plugin: IVT, leave: tuple[str, ...]) -> None:
             kept = {"anchor": plugin.anchor, "past": plugin.cumulative, "fisher": plugin.fisher}
             copies = {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in kept.items()}
             self.rows.append({"before": state_of(plugin._model), "where": where[0], **copies})
             self.epochs.append(where[0])
 
-        def after(plugin: IVT) -> None:
+        def after(plugin: IVT, leave: tuple[str, ...]) -> None:
             self.rows[-1]["after"] = state_of(plugin._model)
 
         watch(patch, IVTAddOn, "end_epoch", before=epoch)
@@ -132,6 +133,39 @@ def test_teleports_come_every_interval_epochs(
     assert teleports.epochs == [(1, "main", epoch) for epoch in epochs]
 
 
+@pytest.mark.parametrize(("interval", "epochs"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (5, [])], ids=str)
+def test_the_last_teleport_can_be_left_out(
+    interval: int, epochs: list[int], few: Dataset, tmp_path: Path, teleports: Teleports
+) -> None:
+    """Where one falls on the last epoch it is left out, F_t and all else as ever; others stay."""
+    options = {"interval": interval, "last": "skip"}
+    run_on(few, tmp_path / "skip", "finetune", "ivt", ivt=options, finetune={"epochs": 5}, tasks=1)
+    assert teleports.epochs == [(1, "main", epoch) for epoch in epochs]
+    run_on(few, tmp_path / "all", "finetune", "ivt", ivt={"interval": interval}, finetune={"epochs": 5}, tasks=1)
+    for one, other in zip(teleports.rows[: len(epochs)], teleports.rows[len(epochs) :], strict=False):
+        same(one["after"], other["after"])
+
+
+def test_a_single_teleport_at_the_end_cannot_be_left_out() -> None:
+    config = resolve(quick("finetune", "ivt", ivt={"interval": None, "last": "skip"}))
+    with pytest.raises(ConfigError, match=r"never teleports.*ivt\.last=teleport"):
+        check_names(config)
+
+
+@pytest.mark.parametrize("method", ["pass", "mrfa"])
+def test_the_classifier_can_be_left_out(method: str, few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
+    """`head=keep` moves what `head=teleport` moves but the classifier, whose F is collected all the same."""
+    run_on(few, tmp_path / "all", method, "ivt", ivt={"interval": 2}, tasks=1)
+    run_on(few, tmp_path / "body", method, "ivt", ivt={"interval": 2, "head": "keep"}, tasks=1)
+    every, body = teleports.moved(0), teleports.moved(1)
+    rows = {name for name in every if name.startswith("head.")}
+    assert rows
+    assert body == every - rows
+    assert rows <= teleports.rows[1]["fisher"].keys()
+    for name in body:
+        assert torch.equal(teleports.rows[0]["after"][name], teleports.rows[1]["after"][name]), name
+
+
 def test_fisher_adds_up_over_tasks(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
     """Fbar_t = Fbar_{t-1} + F_t, F_t of the last epoch, wherever the last teleport was."""
     run_on(few, tmp_path, "finetune", "ivt", ivt={"interval": 2})
@@ -154,7 +188,7 @@ def test_batches_are_the_same_until_the_first_teleport(
     plain = list(batches)
     batches.clear()
     first: list[int] = []
-    watch(monkeypatch, IVT, "teleport", before=lambda plugin: first.append(len(batches)))
+    watch(monkeypatch, IVT, "teleport", before=lambda plugin, leave: first.append(len(batches)))
     run_on(few, tmp_path / "ivt", method, "ivt", ivt={"interval": 3}, **options)
     teleport = first[0]
     assert 10 < teleport < len(plain)
@@ -266,6 +300,41 @@ def test_recalibrated_statistics(few: Dataset, tmp_path: Path, monkeypatch: pyte
     run = run_on(few, tmp_path, "finetune", "ivt", ivt={"batchnorm": "recalibrate"})
     assert checked == [1, 2]
     assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate"]
+
+
+@pytest.mark.parametrize("method", ["pass", "fcs", "mrfa"])
+def test_recalibration_sees_what_the_main_stage_sees(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics are measured on turned and mixed images where the network trains on such."""
+    inputs: list[Tensor] = []  # of the network in training mode and without gradients, batch by batch
+    done: list[int] = []
+
+    def begin(self: IVTAddOn, task: Task, stage: Stage) -> None:
+        if stage.owner == "ivt":
+            inputs.clear()
+
+    def stem(self: Any, x: Tensor) -> None:
+        if self.norm.training and self.norm.momentum == 1.0:
+            inputs.append(self.conv(x).detach())
+
+    def end(self: IVTAddOn, task: Task, stage: Stage) -> None:
+        if stage.owner != "ivt":
+            return
+        seen = inputs[1::2] if method == "fcs" else inputs  # the first pass is that of the keys: it leaves no trace
+        images = {"pass": 4 * 32, "fcs": 8 * 32, "mrfa": 32}[method]
+        assert [len(x) for x in seen] == [images] * len(seen)
+        model: Any = self.method.model
+        wanted = torch.stack([x.mean((0, 2, 3)) for x in seen]).mean(0)
+        assert torch.allclose(model.backbone.stem.norm.running_mean, wanted, atol=1e-5)
+        done.append(len(seen))
+
+    watch(monkeypatch, IVTAddOn, "begin_stage", after=begin)
+    watch(monkeypatch, IVTAddOn, "end_stage", after=end)
+    watch(monkeypatch, Stem, "plain", before=stem)
+    run_on(few, tmp_path, method, "ivt", ivt={"batchnorm": "recalibrate"}, tasks=1)
+    assert done
+    assert done[0] >= 2
 
 
 def test_recalibration_comes_before_the_balanced_stage(few: Dataset, tmp_path: Path) -> None:

@@ -11,6 +11,11 @@ more, which a run that begins there and the lab's `curvature` need; of pre-train
 
 The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
 with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`).
+
+Algorithm 1 ends on a teleport wherever the interval divides the epochs, so that what is delivered has not trained
+since: `last="skip"` leaves that one out. It says nothing of the classifier, whose old rows have a past and are
+teleported while the new ones stand still, which shifts the balance between old and new classes; `head="keep"`
+teleports the backbone alone. (PODNet and LUCIR do not train their old rows, so there the two hardly differ.)
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ class IVTOptions(Options):
     first_fisher: Literal["batch", "sample"] = "batch"
     optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
     batchnorm: Literal["keep", "interpolate", "recalibrate"] = "keep"
+    last: Literal["teleport", "skip"] = Field("teleport", description="after a stage's last epoch, where one is due")
+    head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
     memory: Literal["device", "host"] = Field("device", description="where the anchor and Fbar lie")
     snapshot_fisher: bool | None = Field(
         None, description="whether a task's snapshot holds Fbar; none: where the model is trained from scratch"
@@ -76,13 +83,18 @@ class IVTAddOn(AddOn):
                 "of a batch: alone in it, an image has none to tell apart, and its gradient is 0. Use "
                 "ivt.first_fisher=batch."
             )
+        if options.interval is None and options.last == "skip":
+            return (
+                "with interval=none the one teleport is at the end, and last=skip leaves that out, so it never "
+                "teleports. Use ivt.last=teleport, or an interval."
+            )
         return None
 
     # Stages of its own ----------------------------------------------------------------------------------
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
         o = self.options
-        main = next(stage for stage in stages if stage.role == "main")
+        main = self._main(stages)
         if task.index == 0:
             kernel = o.structure == "kernel"  # the shared F_1 is diagonal: blocks need a pass of their own
             if o.first_fisher == "batch" and not kernel:
@@ -123,16 +135,22 @@ class IVTAddOn(AddOn):
             self.sums["count"] = torch.zeros((), device=self.world.device)
             for module in self._norms().values():
                 module.momentum = 1.0  # so that the running statistics are the batch's own
-        main = next(s for s in self.method.stages(task) if s.role == "main")
-        return self.method.begin_stage(task, main)
+        return self.method.begin_stage(task, self._main(self.method.stages(task)))
+
+    @staticmethod
+    def _main(stages: Sequence[Stage]) -> Stage:
+        return next(stage for stage in stages if stage.role == "main")
 
     def _forward(self, batch: Batch) -> Terms:
-        """One forward pass in train mode, the batch's statistics added up."""
-        output = self.method.model(batch.images)
+        """The main stage's loss in train mode, the batch's statistics added up.
+
+        The loss, since it decides what the network sees of a batch: turned images, mixed ones, pushed features.
+        """
+        terms = (self._main(self.method.stages(self.method.task)).loss or self.method.loss)(batch)
         for name, buffer in self._statistics():
             self.sums[name] += buffer
         self.sums["count"] += 1
-        return {"none": 0 * output.features.sum()}
+        return terms
 
     def _norms(self) -> dict[str, Any]:
         return {name: m for name, m in self.method.model.named_modules() if isinstance(m, BatchNorm)}
@@ -168,16 +186,22 @@ class IVTAddOn(AddOn):
             self.plugin.end_epoch()
         if task.index == 0 or stage.owner is not None or stage.role not in self.options.stages:
             return
-        due = epoch == stage.epochs if self.options.interval is None else epoch % self.options.interval == 0
-        if due:
+        interval = stage.epochs if self.options.interval is None else self.options.interval
+        skipped = epoch == stage.epochs and self.options.last == "skip"
+        if epoch % interval == 0 and not skipped:
             self._interpolate_statistics()
-            self.plugin.teleport()
+            self.plugin.teleport(self._left)
             if self.options.optimiser_state == "reset" and optimiser is not None:
                 self._forget(optimiser)
 
+    @property
+    def _left(self) -> tuple[str, ...]:
+        """Name prefixes of what is not teleported."""
+        return ("head.",) if self.options.head == "keep" else ()
+
     def _forget(self, optimiser: torch.optim.Optimizer) -> None:
         """Zero the optimiser's state of what is teleported; new rows keep theirs."""
-        names = self.plugin.cumulative.keys() & self.plugin.fisher.keys()
+        names = {n for n in self.plugin.cumulative.keys() & self.plugin.fisher.keys() if not n.startswith(self._left)}
         moved = [p for name, p in self.method.model.named_parameters() if name in names]
         state = [t for parameter in moved for t in optimiser.state.get(parameter, {}).values()]
         if state:

@@ -329,16 +329,19 @@ class IVT:
         return self.teleport()
 
     @torch.no_grad()
-    def teleport(self) -> bool:
+    def teleport(self, leave: tuple[str, ...] = ()) -> bool:
         """theta <- anchor + S (theta - anchor), in place, by this epoch's F_t. Returns whether anything moved.
 
         The schedule calls it; so may the user. In the middle of an epoch it closes the epoch's sums, and the
         next step begins new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
+
+        leave: parameters whose names begin so stay where they are; their F is collected all the same.
         """
         self._require_task("teleport()")
         self._finalise()
         current = float_parameters(self._model)
-        names = [name for name in self._cumulative if name in self._fisher.seen and name in current]
+        known = [name for name in self._cumulative if name in self._fisher.seen and name in current]
+        names = [name for name in known if not name.startswith(leave)]
         for name in names:
             if current[name].shape != self._anchor[name].shape:
                 raise RuntimeError(

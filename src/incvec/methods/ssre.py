@@ -1,10 +1,10 @@
 """SSRE: self-sustaining representation expansion (Zhu et al., CVPR 2022, https://arxiv.org/abs/2203.06359).
 
-No old images. In an increment every 3x3 convolution gets a 1x1 one beside it, the adapter, which starts at zero;
-only adapters and classifier are trained. Afterwards the adapter is padded to 3x3 and added to the kernel, so the
-network keeps its shape. A sample's likeness to the old classes, s = max_c cos(f, p_c) over their
-prototypes p_c, decides what it is for: L = mean (1 - s) CE + sum s |f - f_old| + lambda CE(prototypes), where
-logits are divided by the temperature throughout.
+No old images. In an increment every 3x3 convolution of a block gets a 1x1 one beside it, the adapter, which starts at
+zero; only adapters and classifier are trained, so the stem stays what the base task made it. Afterwards the adapter is
+padded to 3x3 and added to the kernel, so the network keeps its shape. A sample's likeness to the old classes,
+s = max_c cos(f, p_c) over their prototypes p_c, decides what it is for: L = mean (1 - s) CE + sum s |f - f_old| +
+lambda CE(prototypes), where logits are divided by the temperature throughout.
 
 The authors fold BatchNorm into the convolutions after the base task; here it stays and runs on its statistics,
 unchanged, which is the same function (and what PyCIL does). A 1x1 convolution beside a 3x3 one is the 3x3 whose
@@ -102,7 +102,7 @@ class SSRE(ImageMethod):
 
     def __init__(self, options: SSREOptions, world: World) -> None:
         super().__init__(options, world)
-        exchange_convs(self.model.backbone, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
+        exchange_convs(self.model.backbone.stages, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
 
     def make_head(self, width: int) -> Head:
         return LinearHead(width)
