@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from incvec.data.class_lists import CLASS_LISTS, ClassList, find_class_list
+from incvec.data.datasets import check
 from incvec.data.layouts import find_layout, list_images
 from incvec.errors import ConfigError, DataError
 from tests.data.pictures import make_root, photo, save
@@ -52,6 +53,10 @@ def test_flat_val_with_names_and_classes(root):
         list_images(root)
     rows = [f"{stem},{name} 1 2 3 4" for stem, name in classes.items()]
     (root / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *rows]))
+    assert labels_of(list_images(root).listing) == classes
+    assert check(root)[1] == "split: train/ and val/ by LOC_val_solution.csv"
+    for part in ("train", "val"):
+        (root / part / ".thumbnails").mkdir()
     assert labels_of(list_images(root).listing) == classes
     mine = root.parent / "mine.txt"
     mine.write_text("\n".join(f"{stem}.png {NAMES.index(name)}" for stem, name in classes.items()))
@@ -106,6 +111,7 @@ def test_tiny_imagenets_own_layout(tmp_path):
     (tmp_path / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
     save(photo(9, 8, 8), tmp_path / "test" / "images" / "test_0.JPEG")
     assert find_layout(tmp_path) == "tiny-imagenet"
+    assert check(tmp_path)[2] == "6 training images, 2 to 2 a class"
     listing = list_images(tmp_path).listing
     assert len(listing.train) == 6
     assert [(file.stem, label) for file, label in listing.test] == [

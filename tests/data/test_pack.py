@@ -35,6 +35,22 @@ def rows(store, part="train"):
     return np.stack([images[i].numpy() for i in range(len(images))]), labels.tolist()
 
 
+def test_any_file_name_will_do(root, tmp_path):
+    folder = root / "train" / "n00000000"
+    (folder / "000.png").rename(folder / "two\nlines.png")
+    os.rename(folder / "001.png", os.fsencode(folder) + b"/latin-\xe9.png")
+    (folder / os.fsdecode(b"bad-\xe9.png")).write_text("no image")
+    with pytest.raises(DataError, match="1 image"):
+        make_store(root, tmp_path / "store")
+    assert b"bad-\xe9.png" in (tmp_path / "store" / "unreadable.txt").read_bytes()
+    make_store(root, tmp_path / "store", unreadable="leave-out")
+    check(tmp_path / "store")
+    names = (tmp_path / "store" / "train-files.txt").read_bytes().splitlines()
+    assert len(names) == 16
+    assert b"train/n00000000/latin-\xe9.png" in names
+    assert rb"train/n00000000/two\nlines.png" in names
+
+
 @pytest.mark.parametrize("shape", [(300, 211), (211, 300), (64, 64), (301, 64), (40, 57), (33, 90)])
 def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
     from torchvision.transforms import v2

@@ -60,6 +60,20 @@ def test_lines_of_three_runs(finished: Finished, few: Dataset, tmp_path: Path) -
     assert all(f.stat().st_size > 1000 for f in draw_tradeoff({"panels": [found, found]}, tmp_path / "tradeoff"))
 
 
+def test_some_images_of_each_task_stand_for_all_of_them(few: Dataset, tmp_path: Path) -> None:
+    """A base task twice as large weighs twice as much, though as many of its images are looked at."""
+    given = quick("finetune", base_classes=4, tasks=2)
+    record = finish(make_run(few, tmp_path / "run", given))
+    sizes = record["test_counts"]
+    assert sizes[0] > 1.5 * sizes[1]
+    curve = walk([tmp_path / "run"], None, few, 1, 2, Setting(points=2, images=4))["curves"][0]
+    assert curve["counts"] == [4, 4, 4]
+    for what in ("accuracy", "loss"):
+        first, second, _ = curve[what]["tasks"]
+        wanted = [(sizes[0] * a + sizes[1] * b) / (sizes[0] + sizes[1]) for a, b in zip(first, second, strict=True)]
+        assert curve[what]["old"] == pytest.approx(wanted)
+
+
 def test_a_line_starts_at_the_oracles_model_or_at_its_own(finished: Finished, few: Dataset) -> None:
     lengths = {}
     for start in ("oracle", "own"):

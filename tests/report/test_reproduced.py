@@ -178,6 +178,15 @@ def test_a_data_set_in_place_of_another() -> None:
     lines = stand_in("tiny-imagenet-100", content, records)
     assert row_of(lines, "| podnet | paper |")[3:6] == ["50.00", "not run", "not run"]
     assert row_of(lines, "| podnet | short |")[3:8] == ["40.00", "43.50", "+3.50", "+0.95", "+1.36"]
+    assert row_of(lines, "| podnet | short |")[8] == ""  # ours on CIFAR-100
+    more = stand_in("tiny-imagenet-100", content, [*records, record(0, 60.0), record(0, 61.25, "ivt")])
+    assert row_of(more, "| host |")[5:9] == [
+        "AA gain",
+        "AA paper, imagenet-subset",
+        "AA paper, cifar100",
+        "AA ours, cifar100",
+    ]
+    assert row_of(more, "| podnet | short |")[5:9] == ["+3.50", "+0.95", "+1.36", "+1.25"]
     assert row_of(lines, "| fcs | paper |")[3:7] == ["not run", "not run", "not run", "+2.92"]
     text = page([*records, tiny(60.0, podnet={"memory": 5})])
     assert "64 x 64 pixels" in text

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from incvec.data import aircraft, cifar, digits, folder, packed, stores
 from incvec.data.dataset import Dataset, hold_out
+from incvec.data.layouts import list_images
 from incvec.data.packed import Placement
 from incvec.errors import ConfigError, DataError, nearest
 
@@ -130,4 +131,4 @@ def check(root: str | Path) -> list[str]:
         raise DataError(
             f"{path} holds no data set: expected {cifar.FOLDER}/, or train/ and test/ (or val/), or one folder a class"
         )
-    return folder.check(path)
+    return folder.check(list_images(path).listing)

@@ -212,9 +212,8 @@ def _fingerprint(listing: Listing, train: Tensor, test: Tensor) -> str:
     return digest.hexdigest()
 
 
-def check(root: str | Path) -> list[str]:
+def check(listing: Listing) -> list[str]:
     """Open every image; a report in lines."""
-    listing = list_files(root)
     sizes = _each(listing.train + listing.test, lambda _, path: open_image(path).size)
     lines = [f"a folder of {len(listing.classes)} classes in {listing.root}", f"split: {listing.rule}"]
     for part, files in (("training", listing.train), ("test", listing.test)):

@@ -41,10 +41,15 @@ def find_layout(root: Path) -> str:
     if (val / "val_annotations.txt").is_file() and (val / "images").is_dir():
         return "tiny-imagenet"
     if train.is_dir() and val.is_dir():
-        classes = [entry.name for entry in train.iterdir() if entry.is_dir()]
+        classes = _folders(train)
         if classes and all(WNID.fullmatch(name) for name in classes):
             return "imagenet"
     return "folder"
+
+
+def _folders(root: Path) -> tuple[str, ...]:
+    """The folders there, sorted, without hidden ones: file managers and notebooks leave such."""
+    return tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] != "."))
 
 
 def list_images(
@@ -100,7 +105,7 @@ def _list_pair(root: Path, name: str, chosen: ClassList | None, ground_truth: Pa
     for folder in (train_root, val_root):
         if not folder.is_dir():
             raise DataError(f"{folder} is missing: the layout {name!r} has train/ and val/")
-    everything = tuple(sorted(entry.name for entry in train_root.iterdir() if entry.is_dir()))
+    everything = _folders(train_root)
     if chosen is not None:
         _all_there(chosen, everything, train_root)
     only = None if chosen is None else frozenset(chosen.classes)
@@ -108,7 +113,7 @@ def _list_pair(root: Path, name: str, chosen: ClassList | None, ground_truth: Pa
     if name == "tiny-imagenet":
         truth = val_root / "val_annotations.txt"
         val, rule = _flat(val_root / "images", truth, everything, train), f"train/ and val/ by {truth.name}"
-    elif ground_truth is None and any(entry.is_dir() for entry in val_root.iterdir()):
+    elif ground_truth is None and _folders(val_root):
         val, more = class_files(val_root, only)
         ignored, rule = ignored + more, "train/ and val/"
     else:

@@ -282,7 +282,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
             sums.append(done[number].sum)
             row += len(files)
             number += 1
-        names = plan.names[part].encode()
+        names = os.fsencode(plan.names[part])  # a name may be any bytes
         for label, count in enumerate(np.bincount(labels[labels >= 0], minlength=len(plan.layout.listing.classes))):
             if count == 0:
                 name = plan.layout.listing.classes[label]
@@ -323,7 +323,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
 def _write(path: Path, content: bytes | str | dict[str, Any]) -> None:
     text = sealed(content) if isinstance(content, dict) else content
     try:
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        path.write_bytes(os.fsencode(text) if isinstance(text, str) else text)
         _sync(path)
     except OSError as error:
         raise DataError(unwritten(path, error)) from error

@@ -83,11 +83,12 @@ class Plan:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """By part, the file of every row, below the data set's root where it lies there."""
+        """By part, a line with the file of every row, below the data set's root where it lies there."""
         root = str(self.layout.listing.root).rstrip(os.sep) + os.sep
 
         def lines(part: str) -> str:  # strings, not paths: there may be millions
-            return "".join(f"{str(file).removeprefix(root)}\n" for file, _ in self.files(part)).replace(os.sep, "/")
+            names = (str(file).removeprefix(root).replace("\n", "\\n") for file, _ in self.files(part))
+            return "".join(f"{name}\n" for name in names).replace(os.sep, "/")
 
         return {part: lines(part) for part in PARTS}
 

@@ -104,10 +104,16 @@ def quadratic(fisher: Tensor, d: Tensor) -> float:
 
 
 def by_part(past: State, now: State, start: State, end: State) -> dict[str, dict[str, float | None]]:
-    """Per part (stem, stages, head) and over all: F_t / Fbar_{t-1}, mean S, distance travelled."""
+    """Per part (stem, stages, head) and over all: F_t / Fbar_{t-1}, mean S, distance travelled.
+
+    Weights that IVT did not see trained in the task (PODNet's older proxies) have no F_t, and S is not applied to
+    them: they are left out.
+    """
     sums: dict[str, list[tuple[float, ...]]] = {}
     for name, old in past.items():
         fresh = now[name] - old
+        if not fresh.any():
+            continue
         far = end[name].double() - start[name].double()
         s = block_scale(old, fresh).diagonal(dim1=-2, dim2=-1) if is_block(old, far) else scale(old, fresh)
         row = (

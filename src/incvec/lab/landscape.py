@@ -72,7 +72,7 @@ def landscape(
     points = Points(plain, setting.images, way=setting.way, batchnorm=setting.batchnorm)
     hear = None if told is None else (lambda done: told("plane", done, len(weights) + len(ends)))
     scores = points.evaluate(states, [*ends, *weights], hear)
-    accuracy, loss = scores.pooled(points.counts, range(len(points.counts)))
+    accuracy, loss = scores.pooled(points.sizes, range(len(points.sizes)))
     for k, mark in enumerate(marks):
         mark |= {"accuracy": accuracy[k], "loss": loss[k], "to_origin": distance(origin, states[k], names)}
         if oracle is not None:
@@ -120,7 +120,8 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     import numpy as np
 
     wide, high = (max(found[key]) - min(found[key]) for key in ("a", "b"))
-    figure, table = style.new_figure(1, 1, 6.8, 2.2 + min(max(5.2 * high / wide, 2.4), 8.0))
+    below = 1.3 + 0.22 * len(found["marks"])  # words above and below the plane
+    figure, table = style.new_figure(1, 1, 6.8, below + min(max(5.2 * high / wide, 2.4), 8.0))
     axes = table[0][0]
     values = np.log10(np.clip(np.array(found["loss"]), 1e-6, None))
     least = float(values.min())
@@ -135,7 +136,7 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     )
     texts = dict(zip(levels, (f"{value:g}" for value in shown), strict=True))
     axes.clabel(lines, fmt=lambda level: texts[min(levels, key=lambda known: abs(known - level))], fontsize=7.5)
-    bar = figure.colorbar(filled, ax=axes, pad=0.02)
+    bar = figure.colorbar(filled, cax=axes.inset_axes((1.02, 0, 0.04, 1)))  # as high as the plane, whatever its shape
     bar.set_label("test loss (logarithmic colours)", fontsize=9.5)
     bar.set_ticks(levels, labels=[texts[level] for level in levels])
     bar.ax.tick_params(labelsize=9)

@@ -145,15 +145,15 @@ def line(
         "length_of_shared": distance(a, b, shared),
         "distance": [x * length for x in xs],
         "counts": points.counts,
-        **groups(scores, points.counts, task_from),
+        **groups(scores, points.sizes, task_from),
     }
 
 
-def groups(scores: Scores, counts: Sequence[int], task_from: int) -> dict[str, Any]:
+def groups(scores: Scores, sizes: Sequence[int], task_from: int) -> dict[str, Any]:
     """Accuracy, loss and barriers: by task, over the tasks up to i (`old`) and over those after it (`new`)."""
-    tasks = range(len(counts))
-    old = scores.pooled(counts, [t for t in tasks if t <= task_from])
-    new = scores.pooled(counts, [t for t in tasks if t > task_from])
+    tasks = range(len(sizes))
+    old = scores.pooled(sizes, [t for t in tasks if t <= task_from])
+    new = scores.pooled(sizes, [t for t in tasks if t > task_from])
     found: dict[str, Any] = {}
     barriers: dict[str, Any] = {}
     for number, what in enumerate(("accuracy", "loss")):

@@ -44,10 +44,10 @@ class Scores(NamedTuple):
     accuracy: list[list[float]]
     loss: list[list[float]]
 
-    def pooled(self, counts: Sequence[int], tasks: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Over all test images of some tasks: accuracies and losses by point."""
-        total = sum(counts[t] for t in tasks)
-        found = [[sum(counts[t] * row[t] for t in tasks) / total for row in rows] for rows in self]
+    def pooled(self, sizes: Sequence[int], tasks: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Over the test images of some tasks, which have so many of them: accuracies and losses by point."""
+        total = sum(sizes[t] for t in tasks)
+        found = [[sum(sizes[t] * row[t] for t in tasks) / total for row in rows] for rows in self]
         return found[0], found[1]
 
 
@@ -93,6 +93,7 @@ class Points:
         parts = self.rebuilt.parts
         self.chosen = list(range(self.rebuilt.task.index + 1)) if self.tasks is None else list(self.tasks)
         rows = [parts.test.rows_of(parts.tasks[t].first, parts.tasks[t].last) for t in self.chosen]
+        self.sizes = [len(each) for each in rows]  # what tasks weigh among one another, however many are looked at
         if self.images is not None:
             rows = [spaced(each, self.images) for each in rows]
         self.rows = torch.cat(rows)

@@ -271,13 +271,13 @@ def difference_text(value: Comparison) -> str:
 
 
 def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A data set that the paper lacks: our hosts without and with IVT, and the gain beside the paper's elsewhere."""
+    """A data set that the paper lacks: our hosts without and with IVT, and the gain beside those elsewhere."""
     first, *more = content["beside"]
     hosts = [row for row in paper()[first]["rows"] if f"{row} + ivt" in paper()[first]["rows"]]
     heads = ["host", "settings", "tasks", "AA", "AA with IVT"]
-    heads += [
-        f"{metric} {of}" for metric in METRICS for of in ("gain", f"paper, {first}", *(f"paper, {d}" for d in more))
-    ]
+    compared = ("gain", f"paper, {first}", *(f"{whose}, {name}" for name in more for whose in ("paper", "ours")))
+    heads += [f"{metric} {of}" for metric in METRICS for of in compared]
+    elsewhere = {name: compare_gains(name, records) for name in more}
     lines = [content["about"], "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for variant in content["settings"]:
         ours = standard_cells(dataset, records, variant)
@@ -286,15 +286,17 @@ def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping
                 plain, with_ivt = ours.get((host, tasks), {}), ours.get((f"{host} + ivt", tasks), {})
                 texts = [host, variant, str(tasks)]
                 for cell in (plain, with_ivt):
-                    values = known(seed["AA"] for seed in cell.values())
-                    texts.append(spread(values) if values else "not run")
+                    reached = known(seed["AA"] for seed in cell.values())
+                    texts.append(spread(reached) if reached else "not run")
                 seeds = sorted(set(plain) & set(with_ivt), key=str)
                 for place, metric in enumerate(METRICS):
                     gain = known(minus(with_ivt[seed][metric], plain[seed][metric]) for seed in seeds)
                     texts.append(f"{statistics.mean(gain):+.2f}" if gain else "not run")
-                    for other in (first, *more):
-                        theirs = paper_gains(paper()[other]["rows"], host, tasks)[place]
-                        texts.append("" if theirs is None else f"{theirs:+.2f}")
+                    values = [paper_gains(paper()[first]["rows"], host, tasks)[place]]
+                    for name, found in elsewhere.items():
+                        own = found[host, tasks][place].mean if (host, tasks) in found else None
+                        values += [paper_gains(paper()[name]["rows"], host, tasks)[place], own]
+                    texts += ["" if value is None else f"{value:+.2f}" for value in values]
                 lines.append("| " + " | ".join(texts) + " |")
     return lines
 
