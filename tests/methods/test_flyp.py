@@ -112,6 +112,8 @@ def test_the_classifier_is_made_of_the_text_tower_as_it_stands(few: Dataset, tmp
     scores = method(images)
     assert list(scores) == ["text"]
     torch.testing.assert_close(scores["text"], 100 * dual.encode_images(images) @ found.T)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert method(images)["text"].dtype == torch.float32
 
 
 def test_zero_shot_changes_nothing(few: Dataset, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from incvec.errors import ConfigError, DataError
 from incvec.nets import clip as clips
 from incvec.nets import lite
-from incvec.nets.dual import DUALS, TwoTower, build_dual, check_dual, class_vectors, input_of, random_dual
+from incvec.nets.dual import DUALS, TwoTower, build_dual, check_dual, class_vectors, cosines, input_of, random_dual
 
 WORDS = 60
 
@@ -83,6 +83,22 @@ def test_logits_are_scaled_cosines_over_the_classes_seen() -> None:
             cosine = float(x[i] @ t[c]) / math.sqrt(float(x[i] @ x[i]) * float(t[c] @ t[c]))
             assert logits[i, c].item() == pytest.approx(cosine / 0.07, rel=1e-4)
     assert not [name for name in model.state_dict() if "tokens" in name]  # made again, not saved
+
+
+def test_projections_and_cosines_stay_in_float32_under_mixed_precision() -> None:
+    model = TwoTower(random_dual("tiny", 1, seeded()), ["zero", "one"], nn.Linear(16, 16, bias=False))
+    features = torch.randn(6, model.dual.image_width, generator=seeded())
+    whole = model.unit(features)
+    near = F.normalize(whole[0] + 1e-3 * torch.eye(16)[:2], dim=1)  # closer to one another than bf16 can tell
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.unit(features)
+        scores = cosines(found, near)
+        similarities = model.dual.similarities(found, near)
+    assert torch.equal(found, whole)
+    assert scores.dtype == torch.float32
+    assert scores[0, 0] != scores[0, 1]
+    torch.testing.assert_close(scores, whole @ near.T)
+    torch.testing.assert_close(similarities, model.dual.logit_scale.exp() * scores)
 
 
 def test_class_vectors_are_means_over_the_templates() -> None:

@@ -20,7 +20,7 @@ from incvec.contracts import Input, Stage, Task
 from incvec.data.prompts import sentences, templates
 from incvec.errors import ConfigError
 from incvec.methods.common import ImageMethod, extract
-from incvec.nets.dual import Dual, TwoTower, build_dual, check_dual, class_vectors, input_of
+from incvec.nets.dual import Dual, TwoTower, build_dual, check_dual, class_vectors, cosines, input_of
 
 CENTRING_ROWS = 1000  # images of the first task that a model with a centre takes it from
 
@@ -114,4 +114,4 @@ class DualMethod(ImageMethod):
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         features = self.model.dual.image_tower(images)
-        return {"text": 100 * self.model.unit(features) @ self.store["classes"].T}
+        return {"text": 100 * cosines(self.model.unit(features), self.store["classes"])}
