@@ -14,6 +14,7 @@ from incvec.contracts import Batch
 from incvec.data import Dataset
 from incvec.engine.run import Run, finish
 from incvec.errors import ConfigError
+from incvec.methods import find_method
 from incvec.methods.dual import DualMethod
 from incvec.methods.flyp import FLYP, contrastive
 from incvec.methods.spu import SPU, row_energy, top_mask
@@ -125,6 +126,28 @@ def test_zero_shot_changes_nothing(few: Dataset, tmp_path: Path) -> None:
             assert torch.equal(tensor, last[name])
     assert record["losses"] == []
     assert len(record["accuracy"]) == 3
+
+
+@pytest.mark.parametrize("method", ["zeroshot", "rapf"])
+def test_where_the_towers_rest_each_test_image_is_encoded_once(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    encode = DualMethod.encode
+
+    def counting(self: DualMethod, images: Tensor) -> Tensor:
+        counts.append(len(images))
+        return encode(self, images)
+
+    monkeypatch.setattr(DualMethod, "encode", counting)
+    record = finish(make_run(few, tmp_path / "once", quick(method)))
+    assert sum(counts) == len(few.test_labels)
+    monkeypatch.setattr(find_method(method), "rests", False)
+    counts.clear()
+    again = finish(make_run(few, tmp_path / "anew", quick(method)))
+    assert sum(counts) == len(few.test_labels) * (2 + 4 + 6) / 6
+    assert again["correct"] == record["correct"]
+    assert again["accuracy"] == record["accuracy"]
 
 
 def test_magmax_counts_from_the_pre_trained_weights(few: Dataset, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ class Run:
         self._later_notice = ""
         self._lock = Lock(out / ".lock")
         self._slower: set[Way] = set()  # what could not be compiled or captured
+        self._encoded: list[Tensor] = []  # test images, of a method whose encoder rests
         self.crowded: Callable[[], bool] = lambda: False  # whether other runs hold memory that will come free
 
     def _new_generators(self) -> torch.Generator:
@@ -267,7 +268,8 @@ class Run:
             method.begin_evaluation(task)
             self._settle()
             rows = self.parts.test.rows_of(0, task.n_seen)
-            found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks)
+            known = self._encoded if method.rests and not self.parts.addons else None  # add-ons may move what rests
+            found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks, known)
             for name, counts in found.items():
                 self.progress.correct.setdefault(name, []).append(counts)
             if self.ranks.is_first and self.config.snapshots:

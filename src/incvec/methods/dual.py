@@ -112,6 +112,11 @@ class DualMethod(ImageMethod):
         with self.world.autocast():
             self.store["classes"] = class_vectors(self.model.dual, rows, self.world.device)
 
+    def encode(self, images: Tensor) -> Tensor:
+        return self.model.dual.embed_images(self.model.dual.image_tower(images))
+
+    def classify(self, encoded: Tensor) -> dict[str, Tensor]:
+        return {"text": 100 * cosines(self.model.adapted(encoded), self.store["classes"])}
+
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        features = self.model.dual.image_tower(images)
-        return {"text": 100 * cosines(self.model.unit(features), self.store["classes"])}
+        return self.classify(self.encode(images))

@@ -86,6 +86,7 @@ class RAPF(DualMethod):
     )
     Options = RAPFOptions
     options: RAPFOptions
+    rests = True
 
     def make_model(self) -> Any:
         dual = self.build_dual()
