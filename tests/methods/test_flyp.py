@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from incvec.contracts import Batch
-from incvec.data import Dataset
+from incvec.data import DATASETS, Dataset
 from incvec.engine.run import Run, finish
 from incvec.errors import ConfigError
 from incvec.methods import find_method
@@ -21,6 +21,8 @@ from incvec.methods.spu import SPU, row_energy, top_mask
 from incvec.presets import resolve
 from tests.conftest import make_run, quick, weights
 from tests.methods.endings import cross_entropy, finished, some_batch
+
+NO_CLIP = {"weights": None, "tag": None}
 
 
 def built(few: Dataset, tmp_path: Path, method: str, *addons: str, **options: Any) -> Any:
@@ -196,6 +198,9 @@ def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
     assert (own["optimiser"], own["lr"], own["epochs"], own["batch_size"]) == ("adam", 5e-6, 10, 64)
     assert (own["weight_decay"], own["schedule"], own["tag"]) == (0, "constant", "openai")
     assert config.sections["ivt"]["interval"] == 3
+    for dataset in DATASETS:
+        other = resolve({"method": "flyp", "addons": ["ivt"], "dataset": dataset, "flyp": {"net": "small", **NO_CLIP}})
+        assert (other.sections["ivt"]["interval"], other.base_classes) == (3, 0), dataset
     scratch = resolve({"method": "podnet", "addons": ["ivt"], "dataset": "cifar100"})
     assert (scratch.base_classes, scratch.sections["ivt"]["interval"]) == (50, 10)
     small = resolve({"method": "slca", "dataset": "aircraft", "variant": "lite"}).sections["slca"]
