@@ -204,7 +204,13 @@ def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
     scratch = resolve({"method": "podnet", "addons": ["ivt"], "dataset": "cifar100"})
     assert (scratch.base_classes, scratch.sections["ivt"]["interval"]) == (50, 10)
     small = resolve({"method": "slca", "dataset": "aircraft", "variant": "lite"}).sections["slca"]
-    assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "photo")
+    assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "aircraft")
+    for method in ("zeroshot", "flyp", "slca", "spu"):  # another model, rate and side; the sentences stay CLIP's
+        clip, lite = (
+            resolve({"method": method, "dataset": "cifar100", "variant": v}).sections for v in ("paper", "lite")
+        )
+        changed = {key for key, value in lite[method].items() if value != clip[method][key]}
+        assert changed - {"lr", "align_lr"} == {"net", "weights", "tag", "pixels"}
     with pytest.raises(ConfigError, match="`tag`, which says whose"):
         resolve({"method": "flyp", "dataset": "folder"})
 

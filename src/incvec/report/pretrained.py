@@ -149,27 +149,18 @@ def section(records: Records) -> list[str]:
         own = chosen(part, "lite", records)
         lines += ["", f"### Not CLIP: {part.title}", "", *alone(part, own), *gains(part, own, False)]
         lite += own
-    lines += choices(records) + made_from(lite) + others([r for r in records if r not in used and r not in lite])
+    lines += rates(records) + made_from(lite) + others([r for r in records if r not in used and r not in lite])
     return lines
 
 
-def choices(records: Records) -> list[str]:
-    """How the learning rate and the sentences were chosen."""
-    held_out = [r for r in records if r["config"].get("held_out") and r["config"]["variant"] == "lite"]
-    lines: list[str] = []
-    rows: list[tuple[Any, ...]] = [(r["config"]["flyp"]["lr"], r) for r in held_out if r["method"] == "flyp"]
-    if rows:
-        lines += ["", "### The learning rate, on held-out training images", "", "| rate | AA | LA |", "|---|---|---|"]
-    for rate, r in sorted(rows, key=lambda row: row[0]):
-        lines.append(f"| {rate:g} | {r['metrics']['AA']:.2f} | {r['metrics']['LA']:.2f} |")
-    zero = [(r["config"]["zeroshot"], r) for r in held_out if r["method"] == "zeroshot"]
-    rows = [(own["templates"], own["pixels"] or 224, r) for own, r in zero]
-    if rows:
-        lines += ["", "### The sentences, zero-shot on held-out training images", ""]
-        lines += ["`incvec sweep lite-words`; the images are those the learning rate was chosen on.", ""]
-        lines += ["| templates | side | AA | LA |", "|---|---|---|---|"]
-    for name, side, r in sorted(rows, key=lambda row: row[:2]):
-        lines.append(f"| {name} | {side} | {r['metrics']['AA']:.2f} | {r['metrics']['LA']:.2f} |")
+def rates(records: Records) -> list[str]:
+    """The choice of the learning rate."""
+    own = [r for r in records if r["config"].get("held_out") and r["config"]["variant"] == "lite"]
+    if not own:
+        return []
+    lines = ["", "### The learning rate, on held-out training images", "", "| rate | AA | LA |", "|---|---|---|"]
+    for r in sorted(own, key=lambda r: r["config"][r["method"]]["lr"]):
+        lines.append(f"| {r['config'][r['method']]['lr']:g} | {r['metrics']['AA']:.2f} | {r['metrics']['LA']:.2f} |")
     return lines
 
 
