@@ -130,6 +130,7 @@ def test_a_stopped_run_goes_on(
     mine = [*command[:-1], str(tmp_path / "run"), "--no-share"]
     with monkeypatch.context() as patch:
         patch.setattr(cli, "Run", Interrupted)
+        patch.setattr(Run, "_save_due", lambda self: True)
         result = incvec_(*mine)
     assert result.exit_code == 130
     assert "stopped; run the same command again to go on" in message(result)

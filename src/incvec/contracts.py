@@ -207,6 +207,7 @@ class Method(nn.Module):
     joint: ClassVar[bool] = False  # whether all classes come as one task, whatever the stream
     pretrained: ClassVar[bool] = False  # whether `model` knows something when it is made: then tasks are all equal
     trains: ClassVar[bool] = True  # whether it has stages at all
+    rests: ClassVar[bool] = False  # whether `encode` is the same all through a run: then it sees each test image once
 
     task: Task  # the one under way; the engine sets it before `grow`
     model: nn.Module  # what is deployed: teleported, merged, interpolated
@@ -272,6 +273,14 @@ class Method(nn.Module):
 
     def begin_evaluation(self, task: Task) -> None:
         """Class means, text features: whatever the classifiers need, from the weights at hand."""
+
+    def encode(self, images: Tensor) -> Tensor:
+        """The part of `forward` that never changes, of a method that `rests`."""
+        raise TypeError(f"{type(self).__name__} has no part that rests")
+
+    def classify(self, encoded: Tensor) -> dict[str, Tensor]:
+        """The other part: `forward(images)` is `classify(encode(images))`."""
+        raise TypeError(f"{type(self).__name__} has no part that rests")
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Scores over the classes seen, by classifier; the first one is the reported one."""

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 from incvec.contracts import Batch
-from incvec.data import Dataset
+from incvec.data import DATASETS, Dataset
 from incvec.engine.run import Run, finish
 from incvec.errors import ConfigError
+from incvec.methods import find_method
 from incvec.methods.dual import DualMethod
 from incvec.methods.flyp import FLYP, contrastive
 from incvec.methods.spu import SPU, row_energy, top_mask
 from incvec.presets import resolve
 from tests.conftest import make_run, quick, weights
 from tests.methods.endings import cross_entropy, finished, some_batch
+
+NO_CLIP = {"weights": None, "tag": None}
 
 
 def built(few: Dataset, tmp_path: Path, method: str, *addons: str, **options: Any) -> Any:
@@ -112,6 +115,8 @@ def test_the_classifier_is_made_of_the_text_tower_as_it_stands(few: Dataset, tmp
     scores = method(images)
     assert list(scores) == ["text"]
     torch.testing.assert_close(scores["text"], 100 * dual.encode_images(images) @ found.T)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert method(images)["text"].dtype == torch.float32
 
 
 def test_zero_shot_changes_nothing(few: Dataset, tmp_path: Path) -> None:
@@ -123,6 +128,28 @@ def test_zero_shot_changes_nothing(few: Dataset, tmp_path: Path) -> None:
             assert torch.equal(tensor, last[name])
     assert record["losses"] == []
     assert len(record["accuracy"]) == 3
+
+
+@pytest.mark.parametrize("method", ["zeroshot", "rapf"])
+def test_where_the_towers_rest_each_test_image_is_encoded_once(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    encode = DualMethod.encode
+
+    def counting(self: DualMethod, images: Tensor) -> Tensor:
+        counts.append(len(images))
+        return encode(self, images)
+
+    monkeypatch.setattr(DualMethod, "encode", counting)
+    record = finish(make_run(few, tmp_path / "once", quick(method)))
+    assert sum(counts) == len(few.test_labels)
+    monkeypatch.setattr(find_method(method), "rests", False)
+    counts.clear()
+    again = finish(make_run(few, tmp_path / "anew", quick(method)))
+    assert sum(counts) == len(few.test_labels) * (2 + 4 + 6) / 6
+    assert again["correct"] == record["correct"]
+    assert again["accuracy"] == record["accuracy"]
 
 
 def test_magmax_counts_from_the_pre_trained_weights(few: Dataset, tmp_path: Path) -> None:
@@ -171,10 +198,19 @@ def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
     assert (own["optimiser"], own["lr"], own["epochs"], own["batch_size"]) == ("adam", 5e-6, 10, 64)
     assert (own["weight_decay"], own["schedule"], own["tag"]) == (0, "constant", "openai")
     assert config.sections["ivt"]["interval"] == 3
+    for dataset in DATASETS:
+        other = resolve({"method": "flyp", "addons": ["ivt"], "dataset": dataset, "flyp": {"net": "small", **NO_CLIP}})
+        assert (other.sections["ivt"]["interval"], other.base_classes) == (3, 0), dataset
     scratch = resolve({"method": "podnet", "addons": ["ivt"], "dataset": "cifar100"})
     assert (scratch.base_classes, scratch.sections["ivt"]["interval"]) == (50, 10)
     small = resolve({"method": "slca", "dataset": "aircraft", "variant": "lite"}).sections["slca"]
-    assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "photo")
+    assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "aircraft")
+    for method in ("zeroshot", "flyp", "slca", "spu"):  # another model, rate and side; the sentences stay CLIP's
+        clip, lite = (
+            resolve({"method": method, "dataset": "cifar100", "variant": v}).sections for v in ("paper", "lite")
+        )
+        changed = {key for key, value in lite[method].items() if value != clip[method][key]}
+        assert changed - {"lr", "align_lr"} == {"net", "weights", "tag", "pixels"}
     with pytest.raises(ConfigError, match="`tag`, which says whose"):
         resolve({"method": "flyp", "dataset": "folder"})
 

@@ -12,11 +12,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from incvec.errors import ConfigError, DataError
 from incvec.nets import clip as clips
 from incvec.nets import lite
-from incvec.nets.dual import DUALS, TwoTower, build_dual, check_dual, class_vectors, input_of, random_dual
+from incvec.nets.dual import (
+    DUALS,
+    Dual,
+    TwoTower,
+    build_dual,
+    check_dual,
+    class_vectors,
+    cosines,
+    input_of,
+    random_dual,
+)
 
 WORDS = 60
 
@@ -83,6 +94,22 @@ def test_logits_are_scaled_cosines_over_the_classes_seen() -> None:
             cosine = float(x[i] @ t[c]) / math.sqrt(float(x[i] @ x[i]) * float(t[c] @ t[c]))
             assert logits[i, c].item() == pytest.approx(cosine / 0.07, rel=1e-4)
     assert not [name for name in model.state_dict() if "tokens" in name]  # made again, not saved
+
+
+def test_projections_and_cosines_stay_in_float32_under_mixed_precision() -> None:
+    model = TwoTower(random_dual("tiny", 1, seeded()), ["zero", "one"], nn.Linear(16, 16, bias=False))
+    features = torch.randn(6, model.dual.image_width, generator=seeded())
+    whole = model.unit(features)
+    near = F.normalize(whole[0] + 1e-3 * torch.eye(16)[:2], dim=1)  # closer to one another than bf16 can tell
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model.unit(features)
+        scores = cosines(found, near)
+        similarities = model.dual.similarities(found, near)
+    assert torch.equal(found, whole)
+    assert scores.dtype == torch.float32
+    assert scores[0, 0] != scores[0, 1]
+    torch.testing.assert_close(scores, whole @ near.T)
+    torch.testing.assert_close(similarities, model.dual.logit_scale.exp() * scores)
 
 
 def test_class_vectors_are_means_over_the_templates() -> None:
@@ -327,3 +354,60 @@ def test_the_small_pair_knows_what_words_mean() -> None:
 def test_the_small_pair_takes_images_of_any_side() -> None:
     assert input_of("lite0-minilm", None, None) == lite.INPUT
     assert input_of("lite0-minilm", None, None, 160) == (160, lite.INPUT.mean, lite.INPUT.std)
+
+
+# No step may wait for the device ------------------------------------------------------------------------------
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what would read a value from the device or make a shape hang on one: a captured step cannot do that."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique", "masked_select")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+        if name in self.REFUSED or any(mask is not None and mask.dtype == torch.bool for mask in masks):
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def small_pair() -> Dual:
+    """lite0-minilm's parts, thin and random: timm's network, BERT's code."""
+    timm, transformers = pytest.importorskip("timm"), pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    thin = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=WORDS, **thin, **lite.BERT)
+    images = timm.create_model("tf_efficientnet_lite0", pretrained=False, num_classes=0)
+    texts = lite.SentenceTower(transformers.BertModel(config, add_pooling_layer=False), 16)
+
+    def tokenise(sentences: Sequence[str]) -> Tensor:
+        longest = max(map(len, sentences))
+        return torch.tensor([[1 + ord(c) % 50 for c in text] + [0] * (longest - len(text)) for text in sentences])
+
+    projections = lite.CentredProjection(torch.randn(10, 1280)), nn.Linear(16, 10, bias=False)
+    return Dual(images, texts, *projections, nn.Parameter(torch.tensor(1.0)), tokenise, (1280, 10), lite.FIRST_LAYERS)
+
+
+@pytest.mark.parametrize("pair", [small_pair, lambda: clips.from_transformers(tiny_clip(), letters)])
+def test_a_step_waits_for_nothing(pair: Callable[[], Dual]) -> None:
+    dual = pair()
+    model = TwoTower(dual, ["cat", "elephant", "emu"])  # of unequal length, and the last two alone of equal
+    model.grow(3, seeded())
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    images = torch.randn(2, 3, 12, 12, generator=seeded())
+    with NoReading():
+        for first, last in ((0, 2), (2, 3)):
+            texts = model.texts(first, last)
+            loss = dual.similarities(model.unit(dual.image_tower(images)), texts).logsumexp(1).sum()
+            torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_padding_says_nothing_to_the_sentence_tower() -> None:
+    dual = small_pair().eval()
+    alone = dual.encode_texts(dual.tokenise(["one"]))
+    beside = dual.encode_texts(dual.tokenise(["one", "a longer one"]))
+    torch.testing.assert_close(alone[0], beside[0])

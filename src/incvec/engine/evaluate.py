@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from incvec.contracts import AddOn, Method, Source, Task, World
+from incvec.data.gaussians import FeatureSource
 from incvec.engine.ranks import ALONE, Ranks
 
 CHUNK = 500
@@ -16,16 +17,29 @@ CHUNK = 500
 
 @torch.no_grad()
 def correct_by_class(
-    method: Method, world: World, test: Source, rows: Tensor, task: Task, ranks: Ranks = ALONE
+    method: Method,
+    world: World,
+    test: Source,
+    rows: Tensor,
+    task: Task,
+    ranks: Ranks = ALONE,
+    kept: list[Tensor] | None = None,
 ) -> dict[str, list[int]]:
     """How many test rows of each class seen are classified right, by classifier.
 
     Every launch has the same shape (the last chunk is padded with rows that count for nothing), so that a
     compiled network is compiled once. Each rank evaluates its share of the rows, and the counts are summed.
+
+    A list `kept`, empty at first, is for methods that rest: it keeps what they have encoded until the next task's
+    evaluation, whose rows have to begin with the same ones.
     """
     method.eval()
     share = rows[ranks.rank :: ranks.size]
     rows = share if len(share) else rows[:1]  # a rank without a row evaluates one that counts for nothing
+    score: Callable[[Tensor], dict[str, Tensor]] = method
+    if kept is not None:
+        test, score = encoded(method, world, test, rows, kept if len(share) else []), method.classify
+        rows = torch.arange(len(rows), device=rows.device)
     size = CHUNK if world.device.type == "cuda" else min(CHUNK, len(rows))
     counts: dict[str, Tensor] = {}
     for start in range(0, len(rows), size):
@@ -35,12 +49,21 @@ def correct_by_class(
             part = torch.cat([part, part[:1].expand(size - len(part))])
         with world.autocast():
             batch = test.fetch(part, world.generator, ("test",))
-            scores = method(batch.images)
+            scores = score(batch.images)
         for name, values in scores.items():
             right = (values[:, : task.n_seen].argmax(1) == batch.labels).float() * weight
             total = counts.setdefault(name, torch.zeros(task.n_seen, device=rows.device))
             total.index_add_(0, batch.labels, right)
     return {name: [int(value) for value in ranks.sum_(total).tolist()] for name, total in counts.items()}
+
+
+def encoded(method: Method, world: World, test: Source, rows: Tensor, kept: list[Tensor]) -> FeatureSource:
+    """The rows as the method encodes them; `kept` has the first ones already and gets the others."""
+    for start in range(sum(map(len, kept)), len(rows), CHUNK):
+        part = rows[start : start + CHUNK]
+        with world.autocast():
+            kept.append(method.encode(test.fetch(part, world.generator, ("test",)).images))
+    return FeatureSource(torch.cat(kept), test.labels.index_select(0, rows))
 
 
 @contextmanager

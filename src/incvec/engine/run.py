@@ -64,6 +64,7 @@ class Run:
         self._later_notice = ""
         self._lock = Lock(out / ".lock")
         self._slower: set[Way] = set()  # what could not be compiled or captured
+        self._encoded: list[Tensor] = []  # test images, of a method whose encoder rests
         self.crowded: Callable[[], bool] = lambda: False  # whether other runs hold memory that will come free
 
     def _new_generators(self) -> torch.Generator:
@@ -250,7 +251,7 @@ class Run:
         if task.index == 0:
             self.base_fisher = None
         self.position = (task.index + 1, 0, 0)
-        yield self._save()
+        yield from self._save_if_due()
 
     def _publish_base(self) -> Iterator[ev.Event]:
         if self.base is not None and self.ranks.is_first and not self.base.exists():
@@ -268,7 +269,8 @@ class Run:
             method.begin_evaluation(task)
             self._settle()
             rows = self.parts.test.rows_of(0, task.n_seen)
-            found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks)
+            known = self._encoded if method.rests and not self.parts.addons else None  # add-ons may move what rests
+            found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks, known)
             for name, counts in found.items():
                 self.progress.correct.setdefault(name, []).append(counts)
             if self.ranks.is_first and self.config.snapshots:
@@ -353,7 +355,7 @@ class Run:
         self._settle()
         self.loop = None
         self.position = (task.index, number + 1, 0)
-        yield self._save()
+        yield from self._save_if_due()
 
     def _make_loop(self, task: Task, stage: Stage, rows: Tensor) -> StageLoop:
         parts = self.parts
@@ -425,9 +427,11 @@ class Run:
         return self.ranks.is_first and self._saver.due()
 
     def _save(self) -> ev.Saved:
-        if not self.ranks.is_first:
-            return ev.Saved(str(self.checkpoint_path), 0.0)
         return self._saver.save(self._tensors(), self._meta("checkpoint"))
+
+    def _save_if_due(self) -> Iterator[ev.Saved]:
+        if self._save_due():
+            yield self._save()
 
     def matrix(self, classifier: str | None = None) -> list[list[float]]:
         """Rows of the accuracy matrix so far, in percent."""

@@ -20,7 +20,7 @@ from incvec.contracts import Input, Stage, Task
 from incvec.data.prompts import sentences, templates
 from incvec.errors import ConfigError
 from incvec.methods.common import ImageMethod, extract
-from incvec.nets.dual import Dual, TwoTower, build_dual, check_dual, class_vectors, input_of
+from incvec.nets.dual import Dual, TwoTower, build_dual, check_dual, class_vectors, cosines, input_of
 
 CENTRING_ROWS = 1000  # images of the first task that a model with a centre takes it from
 
@@ -112,6 +112,11 @@ class DualMethod(ImageMethod):
         with self.world.autocast():
             self.store["classes"] = class_vectors(self.model.dual, rows, self.world.device)
 
+    def encode(self, images: Tensor) -> Tensor:
+        return self.model.dual.embed_images(self.model.dual.image_tower(images))
+
+    def classify(self, encoded: Tensor) -> dict[str, Tensor]:
+        return {"text": 100 * cosines(self.model.adapted(encoded), self.store["classes"])}
+
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        features = self.model.dual.image_tower(images)
-        return {"text": 100 * self.model.unit(features) @ self.store["classes"].T}
+        return self.classify(self.encode(images))

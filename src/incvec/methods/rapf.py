@@ -86,6 +86,7 @@ class RAPF(DualMethod):
     )
     Options = RAPFOptions
     options: RAPFOptions
+    rests = True
 
     def make_model(self) -> Any:
         dual = self.build_dual()
@@ -138,9 +139,6 @@ class RAPF(DualMethod):
 
     # Losses ---------------------------------------------------------------------------------------------
 
-    def unit(self, vectors: Tensor) -> Tensor:
-        return F.normalize(self.model.adapter(vectors).float(), dim=1)
-
     def loss(self, batch: Batch) -> Terms:
         o, store, generator = self.options, self.store, self.world.generator
         vectors, labels, n_old = batch.images, batch.labels, self.task.n_old
@@ -148,9 +146,9 @@ class RAPF(DualMethod):
             few = torch.rand(n_old, generator=generator, device=labels.device).argsort()[: o.old_classes]
             vectors = torch.cat([vectors, draw(store["means"], store["factors"], few, generator, o.samples)])
             labels = torch.cat([labels, few.repeat_interleave(o.samples)])
-        logits = self.model.dual.similarities(self.unit(vectors), store["texts"])
+        logits = self.model.dual.similarities(self.model.adapted(vectors), store["texts"])
         terms = {"ce": F.cross_entropy(logits, labels)}
         if len(store["pairs"]) > 0:  # a shape, fixed while the stage lasts
             close = draw(store["means"], store["factors"], store["pairs"][:, 0], generator, 2 * o.samples)
-            terms["separation"] = separation(self.unit(close), store["texts"], store["pairs"], o.margin)
+            terms["separation"] = separation(self.model.adapted(close), store["texts"], store["pairs"], o.margin)
         return terms

