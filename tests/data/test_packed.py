@@ -147,6 +147,20 @@ def test_a_subset_of_a_store_is_that_subset_packed(source, store, tmp_path):
     assert part.fingerprint != load_dataset("packed", store).fingerprint
 
 
+def test_images_held_out_of_a_store(store):
+    """Every third training image of a class: those a data set in memory would put aside."""
+    whole, part = (load_dataset("packed", store, held_out=n) for n in (None, 3))
+    aside = [row for row in range(15) if row % 5 == 2]  # five images a class
+    rows = [row for row in range(15) if row not in aside]
+    for images, labels, wanted in (
+        (part.train_images, part.train_labels, rows),
+        (part.test_images, part.test_labels, aside),
+    ):
+        assert labels.tolist() == whole.train_labels[wanted].tolist()
+        assert all(torch.equal(images[i], whole.train_images[row]) for i, row in enumerate(wanted))
+    assert part.fingerprint != whole.fingerprint
+
+
 def test_what_the_network_sees(source, store, tmp_path):
     small = load_dataset("packed", store)
     assert (small.side, small.image_shape, small.pad) == (None, (3, 16, 16), 2)

@@ -88,6 +88,8 @@ def test_all_of_them_and_drawn_again_without_the_runs(runs: Finished, tmp_path: 
     kinds = ("path", "tradeoff", "plane", "gap", "curvature")
     for kind in kinds:
         assert written(tmp_path, f"few-{kind}")["kind"] == kind
+    handled = [written(tmp_path, f"few-{name}")["batchnorm"] for name in ("path", "recalibrated-path")]
+    assert handled == ["interpolate", "recalibrate"]
     assert [panel["task_to"] for panel in written(tmp_path, "few-tradeoff")["panels"]] == [1, 2]
     shown = call("draw", tmp_path, "-o", tmp_path / "again")
     for kind in kinds:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from incvec.lab import barrier, snapshot_model
 from incvec.lab.figures import draw_path, draw_tradeoff, named
 from incvec.lab.lines import Setting, fit, walk
 from incvec.lab.snapshots import command, run_config
+from incvec.presets import resolve
 from tests.conftest import make_run, quick
 from tests.lab.conftest import Finished
 
@@ -103,8 +106,12 @@ def test_errors_name_the_command_to_run_first(finished: Finished, few: Dataset, 
         walk([finished.plain], finished.ivt, few, 0, 2, setting)
     with pytest.raises(DataError, match=r"no snapshot .*task-00.*\n  incvec run"):
         walk([tmp_path / "none"], None, few, 0, 2, setting)
-    with pytest.raises(DataError, match=r"no snapshot .*task-07.*has 3 snapshot.*\n  incvec run --method podnet"):
+    with pytest.raises(ConfigError, match=r"no task 8 in .*: it has 3"):
         walk([finished.plain], None, few, 0, 7, setting)
+    half = shutil.copytree(finished.plain, tmp_path / "half")
+    (half / "snapshots" / "task-02.safetensors").unlink()
+    with pytest.raises(DataError, match=r"no snapshot .*task-02.*has 2 snapshot.*\n  incvec run --method podnet"):
+        walk([half], None, few, 0, 2, setting)
     with pytest.raises(ConfigError, match="no line from task 3 to task 3"):
         walk([finished.plain], None, few, 2, 2, setting)
     with pytest.raises(ConfigError, match="no run"):
@@ -136,6 +143,8 @@ def test_the_command_of_a_run_makes_that_run(finished: Finished) -> None:
     assert {"podnet.epochs=6", "base_classes=2", "ivt.interval=1"} <= set(words)
     assert any("net=" in word and "tiny" in word for word in words)
     assert words[-2:] == ["--out", "out"]
+    subset = resolve({"method": "podnet", "dataset": "imagenet-subset", "class_list": "cmc", "held_out": 5})
+    assert {'class_list="cmc"', "held_out=5"} == {word for word in shlex.split(command(subset)) if "_" in word}
 
 
 def test_names_of_tasks() -> None:

@@ -86,19 +86,21 @@ def hold_out(dataset: Dataset, every: int) -> Dataset:
     For choosing settings: what is held out is not trained on, and the test images are not looked at.
     """
     images, labels = dataset.train_images, dataset.train_labels
-    if not isinstance(images, Tensor):
-        raise ConfigError(f"held_out needs images in memory; {dataset.name} is streamed from a packed store")
     order = labels.argsort(stable=True)
     counts = torch.bincount(labels, minlength=dataset.n_classes)
     first = counts.cumsum(0) - counts
     place = torch.empty_like(labels)  # of each image among those of its class
     place[order] = torch.arange(len(labels)) - first[labels[order]]
     aside = place % every == every - 1
+
+    def some(chosen: Tensor) -> Images:
+        return images[chosen] if isinstance(images, Tensor) else images.select(chosen.nonzero().flatten().numpy())
+
     return replace(
         dataset,
-        train_images=images[~aside],
+        train_images=some(~aside),
         train_labels=labels[~aside],
-        test_images=images[aside],
+        test_images=some(aside),
         test_labels=labels[aside],
         fingerprint=f"{dataset.fingerprint}, every {every}th training image held out",
     )

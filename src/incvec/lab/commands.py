@@ -238,15 +238,19 @@ def everything(
 ) -> None:
     """All the figures of one method, with their usual settings: NAME-path, -tradeoff, -plane, -gap, -curvature.
 
-    The path goes from the first task to the last one, the trade-off to the second, the middle and the last one, the
-    plane is that of the second task.
+    The path goes from the first task to the last one, and once more with BatchNorm's statistics measured at every
+    point (NAME-recalibrated-path), since a barrier may be one of statistics alone; the trade-off goes to the second,
+    the middle and the last one; the plane is that of the second task.
     """
     final = last_task(run)
     ends = sorted({2, 1 + (final + 1) // 2, final + 1})
     given: dict[str, Any] = {"oracle": oracle, "start": StartChoice.oracle}
     prefix = f"{how.name}-" if how.name else ""
     of = {kind: {**vars(how), "name": prefix + kind} for kind in ("path", "tradeoff", "plane", "curvature")}
-    path(runs=[run], ivt=ivt, **given, axis=AxisChoice.distance, task_from=1, task_to=None, points=points, **of["path"])
+    line: dict[str, Any] = {"axis": AxisChoice.distance, "task_from": 1, "task_to": None, "points": points}
+    path(runs=[run], ivt=ivt, **given, **line, **of["path"])
+    again = {**of["path"], "name": f"{prefix}recalibrated-path", "batchnorm": NormChoice.recalibrate}
+    path(runs=[run], ivt=ivt, **given, **line, **again)
     tradeoff(runs=[run], ivt=ivt, **given, task_from=1, task_to=ends, points=points, **of["tradeoff"])
     plane(run=run, ivt=ivt, **given, task=2, size=size, margin=0.25, **of["plane"])
     if "ivt" in run_config(ivt).addons:

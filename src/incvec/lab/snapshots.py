@@ -21,7 +21,8 @@ from incvec.engine.files import read_tensors
 from incvec.engine.restore import Rooms, grow, restore
 from incvec.errors import CheckpointError, ConfigError, DataError
 from incvec.lab.paths import State, tensors_of
-from incvec.presets import resolve
+from incvec.methods import find_method
+from incvec.presets import SETTINGS, resolve
 
 CHUNK = 500  # test images a launch
 
@@ -60,6 +61,8 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
         there = sorted(file.parent.glob("task-*.safetensors"))
         if there:
             config = resolve(read_tensors(there[0])[1]["config"])
+            if task >= task_count(config):
+                raise ConfigError(f"there is no task {task + 1} in {run}: it has {task_count(config)}.")
             hint = f"the run has {len(there)} snapshot(s); finish it first:\n  {command(config, run)}"
         else:
             hint = "the run has not come to that task, or lies elsewhere. `incvec run` with the run's own settings "
@@ -69,6 +72,12 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
     if meta.get("kind") != "snapshot":
         raise CheckpointError(f"{file} is a {meta.get('kind')}, not a snapshot of a task.")
     return tensors, meta
+
+
+def task_count(config: RunConfig) -> int:
+    """The tasks of a whole run."""
+    count = 1 if find_method(config.method).joint else config.tasks + (config.base_classes > 0)
+    return min(count, config.stop_after or count)
 
 
 def run_config(run: str | Path) -> RunConfig:
@@ -87,7 +96,7 @@ def command(config: RunConfig, out: str | Path | None = None, **changes: Any) ->
     words += ["--dataset", given["dataset"], "--tasks", str(given["tasks"]), "--seed", str(given["seed"])]
     words += ["--oracle"] if given["oracle"] else []
     words += ["--variant", given["variant"]] if given["variant"] != "paper" else []
-    for key in ("base_classes", "order_seed", "class_order", "image_size"):
+    for key in ("order_seed", *(name for name in SETTINGS if name != "variant")):
         if getattr(config, key) != getattr(ordinary, key):
             words += ["--set", f"{key}={json.dumps(getattr(config, key))}"]
     for name, section in ordinary.sections.items():

@@ -67,7 +67,8 @@ def path_sheet(finding: Finding) -> Sheet | None:
     columns += [Column(label, "accuracy on the old tasks, %") for label in ("start", "lowest", "end", "barrier")]
     note = (
         f"Straight lines from the model after task {tasks[0]} to that after task {tasks[1]}. Old tasks: those learned "
-        "where the line begins. Barrier: the most by which accuracy falls short of the straight line between its ends."
+        "where the line begins. Barrier: the most by which accuracy falls short of the straight line between its ends. "
+        f"BatchNorm statistics {finding.data.get('batchnorm', 'interpolate')}d."
     )
     return Sheet(f"{finding.slug}-table", finding.title, (*columns, Column("new tasks, end")), tuple(rows), note)
 
