@@ -156,6 +156,8 @@ def test_grown_rows_start_as_they_did_in_the_run(run: tuple[Path, dict[str, Any]
 def test_missing_snapshots_and_impossible_growth(run: tuple[Path, dict[str, Any]], few: Dataset) -> None:
     out, _ = run
     with pytest.raises(DataError, match=r"no snapshot .*task-07"):
+        snapshot_model(out / "none", 7, few)
+    with pytest.raises(ConfigError, match=r"no task 8 in .*: it has 3"):
         snapshot_model(out, 7, few)
     for wrong in (0, 3):
         with pytest.raises(ConfigError, match=f"grow_to is {wrong}"):
