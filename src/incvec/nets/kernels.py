@@ -63,7 +63,8 @@ def block(module: Residual, x: Tensor) -> Tensor | None:
         return None
     other = None if isinstance(module.shortcut, nn.Identity) else module.shortcut(x)
     if module.norm1.training and module.norm2.training:
-        y: Tensor = Block.apply(  # type: ignore[no-untyped-call]
+        train: Any = Block.apply  # typed in some versions of torch only
+        y: Tensor = train(
             module, x, other, first.weight, module.norm1.weight, module.norm1.bias,
             second.weight, module.norm2.weight, module.norm2.bias,
         )  # fmt: skip
@@ -82,9 +83,8 @@ def stem(module: Stem, x: Tensor) -> Tensor | None:
     if module.pooled or x.shape[1] > 3 or not _known(module.conv, module.norm, {1, 2, 3}):
         return None
     if module.norm.training:
-        y: Tensor = Entrance.apply(  # type: ignore[no-untyped-call]
-            module, x, module.conv.weight, module.norm.weight, module.norm.bias
-        )
+        train: Any = Entrance.apply
+        y: Tensor = train(module, x, module.conv.weight, module.norm.weight, module.norm.bias)
         return y
     if _differentiated(module, x):
         return None
