@@ -157,7 +157,6 @@ def makers(few: Dataset, folder: Path, rates: list[float], bases: Path | None = 
 
 def test_a_run_gives_way_and_comes_back(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first has no room in its second task as long as the other one is at work; it goes on where it was."""
-    monkeypatch.setattr(Run, "_save_due", lambda self: True)
     done: set[int] = set()
     fail_while(lambda method: method.options.lr == 0.02 and method.task.index == 1 and 1 not in done, monkeypatch)
     resumed = []
