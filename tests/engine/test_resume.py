@@ -218,21 +218,6 @@ def test_every_method_killed_at_random_moments(method: str, tmp_path: Path, digi
     assert check_kills(method, tmp_path, digits, epochs=4, span=4.0) >= 1
 
 
-def test_where_writing_takes_long_little_is_written(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ends of stages and tasks count as epochs do: of a large model they would take more time than training."""
-    given = quick("podnet", "ivt")
-    record = finish(make_run(few, tmp_path / "whole", given))
-    monkeypatch.setattr(checkpoints, "SAVING_SHARE", 1e9)
-    run = make_run(few, tmp_path / "run", given)
-    events = list(run.events())
-    assert sum(isinstance(event, ev.Saved) for event in events) == 1
-    broken = make_run(few, tmp_path / "broken", given)
-    assert not break_after(broken, len(events) // 2)
-    same_record(finish(make_run(few, tmp_path / "broken", given)), record)
-
-
 def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that stops half-way leaves the checkpoint before it in place."""
     given = quick("podnet")

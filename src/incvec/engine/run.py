@@ -251,7 +251,7 @@ class Run:
         if task.index == 0:
             self.base_fisher = None
         self.position = (task.index + 1, 0, 0)
-        yield from self._save_if_due()
+        yield self._save()
 
     def _publish_base(self) -> Iterator[ev.Event]:
         if self.base is not None and self.ranks.is_first and not self.base.exists():
@@ -355,7 +355,7 @@ class Run:
         self._settle()
         self.loop = None
         self.position = (task.index, number + 1, 0)
-        yield from self._save_if_due()
+        yield self._save()
 
     def _make_loop(self, task: Task, stage: Stage, rows: Tensor) -> StageLoop:
         parts = self.parts
@@ -427,11 +427,9 @@ class Run:
         return self.ranks.is_first and self._saver.due()
 
     def _save(self) -> ev.Saved:
+        if not self.ranks.is_first:
+            return ev.Saved(str(self.checkpoint_path), 0.0)
         return self._saver.save(self._tensors(), self._meta("checkpoint"))
-
-    def _save_if_due(self) -> Iterator[ev.Saved]:
-        if self._save_due():
-            yield self._save()
 
     def matrix(self, classifier: str | None = None) -> list[list[float]]:
         """Rows of the accuracy matrix so far, in percent."""
