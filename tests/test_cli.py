@@ -448,6 +448,7 @@ def test_the_module_runs_and_stops_on_ctrl_c(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored by jobs in the background
     )
     assert process.stdout is not None
     try:
