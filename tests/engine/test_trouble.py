@@ -76,7 +76,8 @@ def test_our_kernels_are_left_out_where_they_fail(
 
     def capture(loop: Any, live: Any, generators: Any, compiled: bool) -> None:
         tries.append(kernels.available())
-        assert compiled
+        if not compiled or len(tries) > 20:
+            pytest.fail("not tried without our kernels")  # no Exception, so nobody takes it for the compiler's
         if kernels.available():
             raise RuntimeError("ptxas failed")
 

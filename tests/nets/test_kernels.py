@@ -16,9 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from incvec.data import Dataset
+from incvec.engine.run import finish
+from incvec.errors import ConfigError
 from incvec.nets import Backbone, build_backbone, kernels, launch
 from incvec.nets.launch import Sums, Tiles
 from incvec.nets.resnet import Residual, Stem
+from tests.conftest import make_run, quick
 
 SOURCE = Path(__file__).parents[2] / "src"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -205,8 +209,14 @@ def test_only_on_and_off_are_known() -> None:
     assert kernels.asked({})
     assert kernels.asked({kernels.VARIABLE: "on"})
     assert not kernels.asked({kernels.VARIABLE: "off"})
-    with pytest.raises(ValueError, match="'of' is not known: give on or off"):
+    with pytest.raises(ConfigError, match="'of' is not known: give on, off, or leave it out"):
         kernels.asked({kernels.VARIABLE: "of"})
+
+
+def test_a_run_refuses_another_value(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(kernels.VARIABLE, "of")
+    with pytest.raises(ConfigError, match="give on, off"):
+        finish(make_run(few, tmp_path / "run", quick("finetune")))
 
 
 @needs_triton

@@ -22,7 +22,7 @@ from incvec.data.memory import quota
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
-from incvec.nets import check_backbone
+from incvec.nets import check_backbone, kernels
 
 
 @dataclass
@@ -106,6 +106,7 @@ def autocaster(device: torch.device, precision: str) -> Any:
 
 def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, device: torch.device) -> Parts:
     """Assemble a run's parts; nothing is trained or written."""
+    kernels.asked(os.environ)
     check_names(config)
     kind = find_method(config.method)
     options = config.options(config.method, kind.Options)

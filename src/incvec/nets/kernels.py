@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from incvec.errors import ConfigError
 from incvec.nets import launch
 from incvec.nets.launch import Masked, Normed
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 CHANNELS = frozenset({16, 32, 64})
 VARIABLE = "INCVEC_KERNELS"
 
-_enabled = True
+_enabled = os.environ.get(VARIABLE) != "off"  # the engine looks at the value before it builds a run
 
 
 def enable(on: bool = True) -> None:
@@ -43,7 +44,7 @@ def asked(environment: Mapping[str, str]) -> bool:
     """Whether the environment lets our kernels be used."""
     value = environment.get(VARIABLE, "on")
     if value not in ("on", "off"):
-        raise ValueError(f"{VARIABLE}={value!r} is not known: give on or off")
+        raise ConfigError(f"{VARIABLE}={value!r} is not known: give on, off, or leave it out.")
     return value == "on"
 
 
@@ -58,8 +59,9 @@ def block(module: Residual, x: Tensor) -> Tensor | None:
         return None
     first, second = module.conv1, module.conv2
     stride = first.stride[0]
-    size = x.shape[2] % stride or x.shape[3] % stride
-    if size or x.shape[1] not in CHANNELS or not (_known(first, module.norm1) and _known(second, module.norm2)):
+    if x.shape[2] % stride or x.shape[3] % stride:
+        return None
+    if not (_known(first, module.norm1) and _known(second, module.norm2)):
         return None
     other = None if isinstance(module.shortcut, nn.Identity) else module.shortcut(x)
     if module.norm1.training and module.norm2.training:
@@ -192,6 +194,3 @@ class Entrance(torch.autograd.Function):
         to_z = launch.normalise_back(passed, z, moments, gamma, sums)
         to_weight = launch.to_weight(x, to_z, weight) if ctx.needs_input_grad[2] else None
         return None, None, to_weight, sums[1], sums[0]
-
-
-_enabled = asked(os.environ)
