@@ -3,7 +3,8 @@
     python benchmarks/complete_run.py --data-root ~/data --json results/benchmarks/complete-run.json
     python benchmarks/complete_run.py --small                # digits on a CPU, an epoch a task
 
-The command line is run in a fresh process with empty caches of its own. Where the time goes:
+The command line is run in a fresh process with empty caches of its own. With `--out` the run is kept, its base task in
+the folder `bases` beside it, so that what took minutes is of further use. Where the time goes:
 
 - startup: until the run has begun (imports, reading and checking the data, building the network);
 - capture: compiling and capturing the steps of all stages;
@@ -30,13 +31,14 @@ SMALL = ["--dataset", "digits", "--device", "cpu", "--tasks", "2"]
 SMALL += [part for name in ("epochs", "balance_epochs") for part in ("--set", f"podnet.{name}=1")]
 
 
-def command_line(small: bool, data_root: Path | None, tasks: int, settings: Sequence[str], out: Path) -> list[str]:
-    chosen = SMALL if small else ["--dataset", "cifar100", "--tasks", str(tasks)]
-    if data_root is not None:
-        chosen = [*chosen, "--data-root", str(data_root)]
-    for setting in settings:
+def command_line(given: argparse.Namespace, out: Path) -> list[str]:
+    chosen = SMALL if given.small else ["--dataset", "cifar100", "--tasks", str(given.tasks)]
+    if given.data_root is not None:
+        chosen = [*chosen, "--data-root", str(given.data_root)]
+    for setting in given.settings:
         chosen = [*chosen, "--set", setting]
-    return ["-m", "incvec", "run", "--method", "podnet", "--addon", "ivt", *chosen, "--no-share", "--out", str(out)]
+    chosen = [*chosen, "--seed", str(given.seed), "--out", str(out)]
+    return ["-m", "incvec", "run", "--method", "podnet", "--addon", "ivt", *chosen]
 
 
 def run(command: Sequence[str], caches: Path) -> tuple[float, float]:
@@ -73,17 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="digits, on a CPU")
     parser.add_argument("--data-root", type=Path, default=os.environ.get("INCVEC_DATA"), help="where CIFAR-100 lies")
     parser.add_argument("--tasks", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="keep the run in this new folder")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="as of `incvec run`")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     if not given.small and given.data_root is None:
         parser.error("--data-root is needed: the folder with CIFAR-100's files")
+    if given.out is not None and (given.out.exists() or (given.out.parent / "bases").exists()):
+        parser.error(f"{given.out} or the folder bases beside it exists: the run is to begin with nothing")
     report = Report(given.json, "complete_run.py", arguments)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        command = command_line(given.small, given.data_root, given.tasks, given.settings, place / "run")
-        startup, total = run(command, place / "caches")
-        record = json.loads((place / "run" / "record.json").read_text())
+        out = given.out or place / "run"
+        startup, total = run(command_line(given, out), place / "caches")
+        record = json.loads((out / "record.json").read_text())
     metrics = {name: record["metrics"][name] for name in ("AA", "LA", "FM")}
     stages = [{k: row[k] for k in ("task", "stage", "capture_seconds", "seconds")} for row in record["losses"]]
     report.add(
@@ -91,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "engine": record["engine"]["kind"],
             "dataset": record["dataset"],
             "tasks": record["tasks"],
+            "seed": record["seed"],
             "addons": record["addons"],
             "seconds": round(total, 2),
             "phases": phases(record, startup, total),

@@ -73,7 +73,11 @@ def test_the_plain_loop_is_part_of_throughput(program: Any) -> None:
 
 
 def test_complete_run(program: Any, tmp_path: Path) -> None:
-    (row,) = left(program("complete_run"), tmp_path / "c.json")["rows"]
+    kept = tmp_path / "runs" / "kept"
+    (row,) = left(program("complete_run"), tmp_path / "c.json", "--out", str(kept), "--seed", "1")["rows"]
+    assert json.loads((kept / "record.json").read_text())["seed"] == 1
+    with pytest.raises(SystemExit):  # from nothing, not from what is there
+        program("complete_run").main(["--small", "--out", str(kept.parent / "other")])
     assert set(row["phases"]) == {"startup", "capture", "base", "increments", "ends"}
     assert sum(row["phases"].values()) == pytest.approx(row["seconds"], abs=0.05)
     assert row["phases"]["startup"] > 0

@@ -15,6 +15,7 @@ from incvec.engine.run import Run, finish
 from incvec.engine.sweep import expand
 from incvec.errors import CheckpointError, TrainingError
 from incvec.methods.podnet import PODNet
+from incvec.presets import changed_settings
 from tests.conftest import make_run, quick, same_record, same_weights
 
 
@@ -80,6 +81,19 @@ def test_beginning_at_a_snapshot(few: Dataset, tmp_path: Path) -> None:
     later = make_run(few, tmp_path / "later", {**given, "start": str(whole.snapshot_path(1))})
     assert finish(later)["accuracy"] == record["accuracy"]
     same_weights(whole.snapshot_path(2), later.snapshot_path(2))
+
+
+def test_beginning_at_ones_own_base(few: Dataset, tmp_path: Path) -> None:
+    """A snapshot of the base task that a run would have trained itself counts as a shared base, no other does."""
+    whole = make_run(few, tmp_path / "whole", quick("podnet"))
+    finish(whole)
+    cases = [(0, {"oracle": True}, True), (1, {}, False), (0, {"seed": 3}, False)]
+    for number, (task, change, shared) in enumerate(cases):
+        given = {**quick("podnet", start=str(whole.snapshot_path(task))), **change}
+        record = finish(make_run(few, tmp_path / str(number), given))
+        assert record["base"] == {"snapshot": True, "shared": shared}
+        assert ("start" in changed_settings(record["config"])) is not shared
+        assert finish(make_run(few, tmp_path / str(number), given)) == record  # done already
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,14 @@ def check_start(
         )
 
 
+def is_own_base(config: RunConfig, meta: Mapping[str, Any]) -> bool:
+    """Whether a snapshot holds the base task that the run would train itself, so that it is as good as a shared one."""
+    other, own = meta["config"], config.resolved()
+    free = {"addons", "oracle", "tasks", "start", "device", "engine", *config.addons}  # these do not reach the base
+    same = {key: own[key] for key in own if key not in free} == {key: other[key] for key in other if key not in free}
+    return meta["grown"] == 0 and not other["addons"] and same  # an add-on may act at the end of the base
+
+
 # When the next one is due -----------------------------------------------------------------------------------
 
 

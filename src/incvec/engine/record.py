@@ -69,6 +69,9 @@ def make_record(
         metrics = summarise(matrix, by_task, correct_by_class=correct, class_counts=by_class)
         classifiers[name] = {"accuracy": matrix, "metrics": metrics}
     first = next(iter(classifiers.values()))
+    settings = config.resolved()
+    if progress.base.get("shared"):
+        settings["start"] = None  # at its own base task, trained elsewhere: no setting of its own, `base` tells it
     return {
         "format": FORMAT,
         "method": config.method,
@@ -86,7 +89,7 @@ def make_record(
         "correct": progress.correct,
         "class_counts": by_class,
         "class_order": parts.order,
-        "config": config.resolved(),
+        "config": settings,
         "seconds": seconds,
         "task_seconds": progress.task_seconds,
         "losses": progress.losses,
