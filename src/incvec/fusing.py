@@ -7,6 +7,7 @@ while it builds a CUDA graph; on a CPU, in eager runs and in tests they are call
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
@@ -44,6 +45,11 @@ def fused(function: Callable[..., Any] | None = None, *, dynamic: bool | None = 
 
     def keyed(key: tuple[bool, ...], *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
+
+    # The compiler remembers by code which sizes have varied: functions that shared theirs would make each other's
+    # sizes variables, and compile anew for each other's sake.
+    own = keyed.__code__.replace(co_name=function.__qualname__, co_filename=function.__code__.co_filename)
+    keyed = types.FunctionType(own, keyed.__globals__, function.__qualname__, None, keyed.__closure__)
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:

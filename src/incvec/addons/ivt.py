@@ -173,8 +173,22 @@ class IVTAddOn(AddOn):
     def _collects(self, stage: Stage) -> bool:
         return stage.role == "main" or stage.name == "ivt-fisher"
 
+    def _ends(self, task: Task, stage: Stage, epoch: int) -> bool:
+        """Whether F of this epoch is used: a teleport follows it, or it is the stage's last.
+
+        Between such epochs the sums run on unheeded, and no time is spent on them.
+        """
+        return epoch == stage.epochs or self._teleports(task, stage, epoch)
+
+    def _teleports(self, task: Task, stage: Stage, epoch: int) -> bool:
+        if task.index == 0 or stage.owner is not None or stage.role not in self.options.stages:
+            return False
+        interval = stage.epochs if self.options.interval is None else self.options.interval
+        return epoch % interval == 0 and not (epoch == stage.epochs and self.options.last == "skip")
+
     def begin_epoch(self, task: Task, stage: Stage, epoch: int) -> None:
-        if self._collects(stage):
+        fresh = epoch == 1 or self._ends(task, stage, epoch - 1)  # the sums are closed, and a step may be captured now
+        if self._collects(stage) and (fresh or self._ends(task, stage, epoch)):
             self.plugin.begin_epoch()
 
     def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -182,13 +196,9 @@ class IVTAddOn(AddOn):
             self.plugin.accumulate([p for name, p in parameters.items() if name.startswith("model.")])
 
     def end_epoch(self, task: Task, stage: Stage, epoch: int, optimiser: torch.optim.Optimizer | None) -> None:
-        if self._collects(stage):
+        if self._collects(stage) and self._ends(task, stage, epoch):
             self.plugin.end_epoch()
-        if task.index == 0 or stage.owner is not None or stage.role not in self.options.stages:
-            return
-        interval = stage.epochs if self.options.interval is None else self.options.interval
-        skipped = epoch == stage.epochs and self.options.last == "skip"
-        if epoch % interval == 0 and not skipped:
+        if self._teleports(task, stage, epoch):
             self._interpolate_statistics()
             self.plugin.teleport(self._left)
             if self.options.optimiser_state == "reset" and optimiser is not None:

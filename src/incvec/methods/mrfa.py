@@ -13,7 +13,8 @@ samples. The teacher is pushed by the same G, with the norm of its own h_l. On t
 (`distillation="sum"`: CE + KD, the authors' choice for streams without a large base task; `"none"`: CE alone, their
 plain replay). They pass only the old samples through the network for G; here the whole batch goes, the new ones with
 weight 0: the shapes stay fixed, and with running statistics no sample sees another. They write KD as a cross-entropy,
-which has the same gradient. Their herding is the greedy form, ours iCaRL's own. With several ranks, G's mean is over
+which has the same gradient. Their herding is the greedy form, ours iCaRL's own. Their code logs two accuracies, by the
+classifier and by the nearest mean of exemplars; iCaRL's is the second, and with it the paper's numbers agree. With several ranks, G's mean is over
 the old samples of each local batch.
 """
 
@@ -29,8 +30,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from incvec.config import TrainOptions
-from incvec.contracts import Batch, Task, Terms, World
-from incvec.methods.common import ImageMethod, distillation
+from incvec.contracts import Batch, Terms, World
+from incvec.methods.common import ExemplarMethod, distillation
 from incvec.nets import Classifier, Head, LinearHead
 
 Disturbance = Callable[[int, Tensor], Tensor]  # number of the layer, what goes into it -> what shall go into it
@@ -92,12 +93,12 @@ def pushed(h: Tensor, gradient: Tensor, amount: Tensor) -> Tensor:
     return h + (factor * gradient.float()).to(h.dtype)
 
 
-class MRFA(ImageMethod):
+class MRFA(ExemplarMethod):
     name = "mrfa"
     summary = "iCaRL with exemplars pushed along the gradient of their loss at a random layer"
     paper = "Multi-layer Rehearsal Feature Augmentation for CIL, https://icml.cc/virtual/2024/poster/33673"
     Options = MRFAOptions
-    exemplars = True
+    reported = "nme"
     options: MRFAOptions
 
     def __init__(self, options: MRFAOptions, world: World) -> None:
@@ -135,13 +136,3 @@ class MRFA(ImageMethod):
             return pushed(h, gradients[number], amount * (layer == number))
 
         return push
-
-    def end_task(self, task: Task) -> None:
-        self.herd_new(task)
-
-    def begin_evaluation(self, task: Task) -> None:
-        self.nearest_mean_setup(task)
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        _, features, scores = self.model(images)
-        return {"cnn": scores, "nme": self.nearest_mean(features)}

@@ -48,7 +48,7 @@ def nca_loss(scores: Tensor, labels: Tensor, scale: Tensor, margin: float, form:
     """NCA over class scores. `coded`: -(s_y - m) + log(1 + sum_{j != y} exp(s_j - m)), s = scale (score - margin)
     and m its maximum; `paper` (eq. 5): [-log(exp(scale (s_y - margin)) / sum_{j != y} exp(scale s_j))]_+ .
     """
-    target = F.one_hot(labels, scores.shape[1]).bool()
+    target = labels[:, None] == torch.arange(scores.shape[1], device=scores.device)  # one_hot is compiled for one size
     if form == "paper":
         positive = (scale * (scores - margin)).gather(1, labels[:, None]).squeeze(1)
         others = (scale * scores).masked_fill(target, -torch.inf).logsumexp(1)
