@@ -14,8 +14,8 @@ samples. The teacher is pushed by the same G, with the norm of its own h_l. On t
 plain replay). They pass only the old samples through the network for G; here the whole batch goes, the new ones with
 weight 0: the shapes stay fixed, and with running statistics no sample sees another. They write KD as a cross-entropy,
 which has the same gradient. Their herding is the greedy form, ours iCaRL's own. Their code logs two accuracies, by the
-classifier and by the nearest mean of exemplars; iCaRL's is the second, and with it the paper's numbers agree. With several ranks, G's mean is over
-the old samples of each local batch.
+classifier and by the nearest mean of exemplars; iCaRL's is the second, and with it the paper's numbers agree. With
+several ranks, G's mean is over the old samples of each local batch.
 """
 
 from __future__ import annotations
