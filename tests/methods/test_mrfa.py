@@ -174,8 +174,8 @@ def test_replay_alone_keeps_no_teacher(few: Dataset, tmp_path: Path) -> None:
 def test_memory_and_classifiers_over_the_tasks(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("mrfa"))
     record = finish(run)
-    assert list(record["classifiers"]) == ["cnn", "nme"]
-    assert record["classifier"] == "cnn"
+    assert list(record["classifiers"]) == ["nme", "cnn"]
+    assert record["classifier"] == "nme"
     memory = run.parts.method.store["memory"]
     assert memory.shape == (6, 3)
     labels = run.parts.world.train.labels
