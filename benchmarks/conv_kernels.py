@@ -251,7 +251,7 @@ def step_time(on: bool, epochs: int, small: bool) -> dict[str, Any]:
                 marks.append(time.monotonic())
                 if len(marks) == epochs:
                     break
-        events.close()  # type: ignore[attr-defined]
+        events.close()
     kernels.enable()
     gaps = [b - a for a, b in itertools.pairwise(marks)]
     seconds = statistics.median(gaps) / steps

@@ -89,7 +89,9 @@ class Report:
 
     def __init__(self, path: Path | None, program: str, arguments: Sequence[str] | None, **facts: Any) -> None:
         self.path = path
-        command = " ".join(["python", f"benchmarks/{program}", *(sys.argv[1:] if arguments is None else arguments)])
+        given = sys.argv[1:] if arguments is None else arguments
+        told = [Path(word).name if Path(word).is_absolute() else word for word in given]  # folders are this machine's
+        command = " ".join(["python", f"benchmarks/{program}", *told])
         self.content: dict[str, Any] = {"command": command, **facts, "rows": []}
         self.content["environment"] = environment(pick_device())
 

@@ -179,7 +179,7 @@ def ours(store: Path, case: Case, method: str, placement: Placement, out: Path) 
     )  # fmt: skip
     run = Run(config, load_dataset("packed", store, size=config.image_size, placement=placement), out)
     steps: dict[int, int] = {}
-    with closing(run.events()) as events:  # type: ignore[type-var]
+    with closing(run.events()) as events:
         for event in events:
             if isinstance(event, ev.StageStarted) and event.stage == "main":
                 steps[event.task] = event.steps

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from incvec.fusing import _trained, fused, fusing
+from incvec.methods.podnet import nca_loss
 from incvec.nets import build_backbone
 
 calls: list[bool] = []
@@ -47,6 +50,50 @@ def test_the_switch_goes_back_after_an_error() -> None:
     calls.clear()
     energy(torch.ones(2, 3), 2)
     assert calls == [False]
+
+
+def test_functions_do_not_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that vary in one function stay fixed in another: the second is compiled once, and for its own size."""
+    compiled: list[str] = []
+
+    def note(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(str([node.target for node in module.graph.nodes if node.op.startswith("call")]))
+        return module.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: real(f, backend=note, **named))
+
+    @fused
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @fused
+    def rooted(x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt()
+
+    with fusing():
+        for size in (3, 4, 5, 6):
+            doubled(torch.ones(size))
+            rooted(torch.ones(7))
+    assert [sum("mul" in text for text in compiled), sum("sqrt" in text for text in compiled)] == [2, 1]
+
+
+def test_the_loss_of_a_growing_head_is_compiled_for_any_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def note(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(module)
+        return module.forward
+
+    plain = nca_loss.__wrapped__  # type: ignore[attr-defined]
+    own = fused(plain)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **named: real(f, backend=note, **named))
+    with fusing():
+        for classes in (5, 6, 7, 8, 9):
+            given = (torch.rand(4, classes), torch.arange(4), torch.tensor(2.0), 0.6)
+            torch.testing.assert_close(own(*given), plain(*given))
+    assert len(compiled) == 2  # the first size, then any
 
 
 @pytest.mark.slow

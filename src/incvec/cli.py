@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +26,7 @@ from incvec.config import RunConfig, assign, differences
 from incvec.data import DATASETS, check, load_dataset
 from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
+from incvec.engine.events import Event
 from incvec.engine.ranks import prints, several, start
 from incvec.engine.run import Run
 from incvec.errors import CheckpointError, ConfigError, DataError, IncvecError
@@ -202,7 +203,7 @@ def run(
             data = load_dataset(resolved.dataset, data_root, download, **resolved.data_options())
         shared = None if no_share else bases if bases is not None else folder.parent / "bases"
         with steady_threads(data):
-            events = Run(resolved, data, folder, shared, ranks).events()
+            events: Iterator[Event] = Run(resolved, data, folder, shared, ranks).events()
             if log and prints():
                 events = tensorboard.logged(events, folder / "tensorboard")
             record = follow(events, console)

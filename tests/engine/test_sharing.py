@@ -69,7 +69,7 @@ def test_a_base_published_meanwhile(few: Dataset, tmp_path: Path, monkeypatch: p
     for _ in events:
         if first.checkpoint_path.exists():
             break
-    events.close()  # type: ignore[attr-defined]
+    events.close()
     record = finish(make_run(few, tmp_path / "second", given, bases))
     same_record(finish(make_run(few, tmp_path / "first", given, bases)), record)
 
@@ -121,8 +121,21 @@ def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:
     next(events)
     with pytest.raises(CheckpointError, match="another process is at work"):
         finish(make_run(few, tmp_path / "run", quick("finetune")))
-    events.close()  # type: ignore[attr-defined]
+    events.close()
     finish(make_run(few, tmp_path / "run", quick("finetune")))
+
+
+def test_whoever_stops_listening_stops_the_runs(few: Dataset, tmp_path: Path) -> None:
+    runs = [make_run(few, tmp_path / str(seed), quick("finetune", seed=seed)) for seed in (0, 1)]
+    events = turn([lambda run=run: run for run in runs], 2)  # type: ignore[misc]
+    seen = set()
+    for number, event in events:
+        seen.add(number) if isinstance(event, ev.EpochEnded) else None
+        if len(seen) == 2:
+            break
+    events.close()
+    for seed in (0, 1):  # their folders are free at once, without waiting for a collector
+        finish(make_run(few, tmp_path / str(seed), quick("finetune", seed=seed)))
 
 
 def test_many_at_once_as_one_after_another(few: Dataset, tmp_path: Path) -> None:

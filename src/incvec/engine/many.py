@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from incvec.engine import events as ev
@@ -26,46 +26,50 @@ def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int
     gives way and is started again, from its checkpoint, when others have ended.
     """
     queue = list(range(len(make)))
-    active: dict[int, Iterator[ev.Event]] = {}
+    active: dict[int, Generator[ev.Event, None, None]] = {}
     blocked: set[int] = set()
-    while queue or active:
-        while queue and len(active) - len(blocked) < at_once:
-            number = queue.pop(0)
-            try:
-                run = make[number]()
-            except Exception as error:
-                yield number, Failed(error)
-                continue
-            run.crowded = lambda: len(active) - len(blocked) > 1
-            active[number] = run.events()
-            del run
-        idle = True
-        for number, events in list(active.items()):
-            if number in blocked and len(active) - len(blocked) >= at_once:
-                continue  # its place is taken; it asks for its base again when there is one
-            try:
-                event = next(events)
-            except StopIteration:
-                del active[number]
-                blocked.discard(number)
-                continue
-            except Exception as error:  # one run's trouble is not another's
-                del active[number], events
-                blocked.discard(number)
-                working = len(active) - len(blocked)
-                if isinstance(error, DeviceFull) and working:  # blocked runs will not give theirs back
-                    queue.append(number)
-                    at_once = min(at_once, working)
-                    del error
-                    free()
-                    yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
+    try:
+        while queue or active:
+            while queue and len(active) - len(blocked) < at_once:
+                number = queue.pop(0)
+                try:
+                    run = make[number]()
+                except Exception as error:
+                    yield number, Failed(error)
                     continue
-                yield number, Failed(error)
-                continue
-            if isinstance(event, ev.Tick):
-                (blocked.add if event.blocked else blocked.discard)(number)
-            if not (isinstance(event, ev.Tick) and event.waiting):
-                idle = False
-            yield number, event
-        if idle:
-            time.sleep(0.0005)
+                run.crowded = lambda: len(active) - len(blocked) > 1
+                active[number] = run.events()
+                del run
+            idle = True
+            for number, events in list(active.items()):
+                if number in blocked and len(active) - len(blocked) >= at_once:
+                    continue  # its place is taken; it asks for its base again when there is one
+                try:
+                    event = next(events)
+                except StopIteration:
+                    del active[number]
+                    blocked.discard(number)
+                    continue
+                except Exception as error:  # one run's trouble is not another's
+                    del active[number], events
+                    blocked.discard(number)
+                    working = len(active) - len(blocked)
+                    if isinstance(error, DeviceFull) and working:  # blocked runs will not give theirs back
+                        queue.append(number)
+                        at_once = min(at_once, working)
+                        del error
+                        free()
+                        yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
+                        continue
+                    yield number, Failed(error)
+                    continue
+                if isinstance(event, ev.Tick):
+                    (blocked.add if event.blocked else blocked.discard)(number)
+                if not (isinstance(event, ev.Tick) and event.waiting):
+                    idle = False
+                yield number, event
+            if idle:
+                time.sleep(0.0005)
+    finally:
+        for events in active.values():  # whoever stops listening stops the runs, now
+            events.close()

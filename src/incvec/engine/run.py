@@ -90,7 +90,7 @@ class Run:
 
     # The whole run --------------------------------------------------------------------------------------
 
-    def events(self) -> Iterator[ev.Event]:
+    def events(self) -> Generator[ev.Event, None, None]:
         """Train, evaluate, save; yields as it goes. On a GPU all its work goes through a stream of its own."""
         inner = self._events()
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
