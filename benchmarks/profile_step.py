@@ -5,7 +5,8 @@
 
 PODNet, ResNet-32, batch 128, random images. `wall` is a step's share of the time between two waits for the device,
 measured without the profiler; `busy` the sum of its kernels' times; `host` the time to launch it. Where `host` comes
-near `wall`, the host is the limit; what lies between `busy` and `wall` are gaps between kernels.
+near `wall`, the host is the limit; what lies between `busy` and `wall` are gaps between kernels. `--runs 2` does it
+all again in the same process, where a second run has been seen to be slower.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -85,31 +87,38 @@ def account(loop: StageLoop, stage: str, addons: list[str], most: int) -> Row:
     }
 
 
+def profile_run(report: Report, chosen: dict[str, Any], number: int, given: argparse.Namespace) -> None:
+    """The base task's step and the first increment's, of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(resolve(chosen), random_images(given.small, pick_device()), Path(folder))
+        with closing(turned(run.events())) as events:
+            for event in events:
+                if not isinstance(event, ev.StageStarted) or run.loop is None:
+                    continue
+                stage = "base" if event.task == 0 else "increment"
+                synchronise()  # what follows is launched on another stream than the run's
+                row = account(run.loop, stage, given.addon, given.steps)
+                for kernel in row["kernels"][: given.top]:
+                    print(f"{kernel['microseconds']:>10.1f} us {kernel['launches']:>8.1f} x  {kernel['name'][:90]}")
+                report.add({"run": number, **row})
+                if event.task == 1:
+                    return
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a small network and few images, for a CPU")
     parser.add_argument("--addon", action="append", default=[])
     parser.add_argument("--steps", type=int, default=46, help="to profile, at most an epoch; 0: a whole epoch")
+    parser.add_argument("--runs", type=int, default=1, help="one after the other")
     parser.add_argument("--top", type=int, default=12, help="kernels to print")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     report = Report(given.json, "profile_step.py", arguments)
     chosen = settings(given.small, given.addon, base_epochs=1, epochs=1)
-    with tempfile.TemporaryDirectory() as folder, one_thread(given.small):
-        run = Run(resolve(chosen), random_images(given.small, pick_device()), Path(folder))
-        events = turned(run.events())
-        for event in events:
-            if not isinstance(event, ev.StageStarted) or run.loop is None:
-                continue
-            stage = "base" if event.task == 0 else "increment"
-            synchronise()  # what follows is launched on another stream than the run's
-            row = account(run.loop, stage, given.addon, given.steps)
-            for kernel in row["kernels"][: given.top]:
-                print(f"{kernel['microseconds']:>10.1f} us {kernel['launches']:>8.1f} x  {kernel['name'][:90]}")
-            report.add(row)
-            if event.task == 1:
-                break
-        events.close()
+    with one_thread(given.small):
+        for number in range(1, given.runs + 1):
+            profile_run(report, chosen, number, given)
 
 
 if __name__ == "__main__":

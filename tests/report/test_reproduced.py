@@ -71,7 +71,7 @@ def test_switches_stand_beside_the_default_and_the_paper() -> None:
     default, other = sample("podnet", "ivt"), sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
     unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "interpolate"})
     lines = switch_table("cifar100", [default, other, unlike])
-    assert len(lines) == 2 + 1 + 1 + 6
+    assert len(lines) == 2 + 1 + 1 + 8
     cells = row_of(lines, "| `ivt.interval=5` |")
     a, b = (record["metrics"]["AA"] for record in (other, default))
     assert cells[1:5] == ["1", f"{a:.2f}", f"{a - b:+.2f}", f"{a - 65.36:+.2f}"]
