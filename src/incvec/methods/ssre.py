@@ -8,11 +8,12 @@ lambda CE(prototypes), where logits are divided by the temperature throughout.
 
 The authors fold BatchNorm into the convolutions after the base task; here it stays and runs on its statistics,
 unchanged, as in PyCIL: the same function, though a step of the optimiser on an adapter is then scaled as the layer's
-outputs are. Their rate in increments is 2e-4; the IVT paper names 1e-3 for all methods without exemplars. A 1x1 convolution beside a 3x3 one is the 3x3 whose
-kernel has it added in the middle, so both run as one, and folding changes no output. The weights s carry no
-gradient (the authors let it through, PyCIL does not), and are at least 0, as they are after a ReLU anyway. The
-base task's training is not part of the authors' release; it is PyCIL's. Prototypes are class means under the test
-view. PyCIL's stronger augmentation in the first increment is left out: it is there by an error in a condition.
+outputs are. Their rate in increments is 2e-4; the IVT paper names 1e-3 for all methods without exemplars. A 1x1
+convolution beside a 3x3 one is the 3x3 whose kernel has it added in the middle, so both run as one, and folding
+changes no output. The weights s carry no gradient (the authors let it through, PyCIL does not), and are at least 0, as
+they are after a ReLU anyway. The base task's training is not part of the authors' release; it is PyCIL's. Prototypes
+are class means under the test view. PyCIL's stronger augmentation in the first increment is left out: it is there by
+an error in a condition.
 
 The distillation is a sum, so with several ranks it acts on local batches: averaged over the ranks it weighs what it
 would with a batch of the local size.
