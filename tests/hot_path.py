@@ -1,0 +1,24 @@
+"""Whether a step could be captured, told on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+REFUSED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique", "_unique2", "masked_select")
+
+
+class NoReading(TorchDispatchMode):
+    """Refuses what would read a value from the device or make a shape hang on one: a captured step cannot do that."""
+
+    resting = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+        waits = name in REFUSED or any(mask is not None and mask.dtype == torch.bool for mask in masks)
+        if waits and not self.resting:
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
