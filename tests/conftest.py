@@ -28,6 +28,12 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded_draws() -> None:
+    """A test that draws from the global generator draws the same each time, alone or among others."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def digits() -> Dataset:
     return load_dataset("digits")

@@ -74,7 +74,7 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
     exemplars = method in ("podnet", "mrfa", "lucir", "icarl")
     assert own["epochs"] == (90 if exemplars else 100)
     assert own["optimiser"] == ("sgd" if exemplars else "adam")
-    assert own["lr"] == (0.1 if exemplars else 2e-4 if method == "ssre" else 1e-3)
+    assert own["lr"] == (0.1 if exemplars else 1e-3)
     if "ivt" in config.sections:
         assert config.sections["ivt"]["interval"] == 10
 
