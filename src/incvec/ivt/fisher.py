@@ -65,7 +65,7 @@ class BatchFisher:
         self.seen: dict[str, None] = {}  # names that have had a gradient, in order
         self._steps: dict[frozenset[str], Tensor] = {}
         self._groups: list[tuple[list[Tensor], list[str]]] = []  # counters, and the names that have them: see below
-        self._together: dict[tuple[str, ...], tuple[list[Tensor], Tensor]] = {}  # sums and counter of a usual step
+        self._together: dict[tuple[str, ...], tuple[list[Tensor], Tensor]] = {}  # of a usual step: see _add_known
         self.allocate(parameters)
         if parameters:
             self.counter(parameters)
@@ -151,23 +151,26 @@ class BatchFisher:
             torch._foreach_addcmul_(sums, gradients, gradients)
         counter = self.counter(names)
         counter.add_(1.0 if kept is None else kept.to(counter, non_blocking=True))
-        if len(sums) == len(pairs):
-            self._together[tuple(names)] = sums, counter
+        if len(sums) == len(pairs) and all((t.dtype, t.device) == (counter.dtype, counter.device) for t in sums):
+            self._together[tuple(names)] = [*sums, counter], torch.ones_like(counter)
 
     def _add_known(self, pairs: Sequence[tuple[str, Tensor]]) -> bool:
-        """The usual step, with dense gradients of the sums' format for parameters that have stepped together before."""
+        """The usual step, with dense gradients of the sums' format for parameters that have stepped together before.
+
+        The counter is the last of the sums and a one its gradient, so that all is one operation.
+        """
         known = self._together.get(tuple(name for name, _ in pairs))
         if known is None:
             return False
-        sums, counter = known
+        sums, one = known
         gradients = []
-        for (_, parameter), total in zip(pairs, sums, strict=True):
+        for _, parameter in pairs:
             gradient = parameter.grad
-            if gradient is None or gradient.dtype != total.dtype or gradient.is_sparse:
+            if gradient is None or gradient.dtype != one.dtype or gradient.is_sparse:
                 return False
             gradients.append(gradient)
+        gradients.append(one)
         torch._foreach_addcmul_(sums, gradients, gradients)
-        counter.add_(1.0)
         return True
 
     @torch.no_grad()
