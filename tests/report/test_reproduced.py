@@ -67,17 +67,19 @@ def test_a_row_of_another_variant_counts_with_that_variant_alone() -> None:
     assert len(others("cifar100", records)) == 3  # two lines above, and the one that is not the paper's
 
 
-def test_switches_stand_beside_the_default_and_the_paper() -> None:
-    default, other = sample("podnet", "ivt"), sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
+def test_switches_stand_beside_their_host_and_the_paper() -> None:
+    host, default = sample("podnet", fall=7.0), sample("podnet", "ivt")
+    other = sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
     unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "interpolate"})
-    lines = switch_table("cifar100", [default, other, unlike])
-    assert len(lines) == 2 + 1 + 1 + 8
-    cells = row_of(lines, "| `ivt.interval=5` |")
-    a, b = (record["metrics"]["AA"] for record in (other, default))
-    assert cells[1:5] == ["1", f"{a:.2f}", f"{a - b:+.2f}", f"{a - 65.36:+.2f}"]
-    assert row_of(lines, "| default: ")[1:4] == ["1", f"{b:.2f}", ""]
-    assert row_of(lines, "| `ivt.interval=20` |")[1:5] == ["0", "not run", "", ""]
-    rest = others("cifar100", [default, other, unlike])
+    lines = switch_table("cifar100", [host, default, other, unlike])
+    assert len(lines) == 2 + (2 + 8) + 3 * (2 + 2)
+    a, b, c = (record["metrics"]["AA"] for record in (other, default, host))
+    cells = row_of(lines, "| podnet + ivt | `ivt.interval=5` |")
+    assert cells[2:6] == ["1", f"{a:.2f}", f"{a - c:+.2f}", f"{a - 65.36:+.2f}"]
+    assert row_of(lines, "| podnet + ivt | `default` |")[2:5] == ["1", f"{b:.2f}", f"{b - c:+.2f}"]
+    assert row_of(lines, "| podnet + ivt | `ivt.interval=20` |")[2:6] == ["0", "not run", "", ""]
+    assert row_of(lines, "| mrfa + ivt | the paper |")[2:5] == ["3", "63.50", "+1.65"]
+    rest = others("cifar100", [host, default, other, unlike])
     assert len(rest) == 3
     assert "ivt.batchnorm=interpolate" in rest[2]
 

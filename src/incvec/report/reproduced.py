@@ -26,7 +26,7 @@ METRICS = ("AA", "LA", "FM")
 TASKS = (5, 10, 25)
 Seed = tuple[int, int | None]  # of the training and of the class order
 Cell = dict[Seed, dict[str, float | None]]
-BOUNDS, SWITCHES = "cifar100-podnet", "cifar100-switches"  # sweeps whose runs have a section of their own
+BOUNDS, SWITCHES = "cifar100-podnet", ("cifar100-switches", "cifar100-readings")  # sweeps that have their own section
 
 
 @dataclass(frozen=True)
@@ -193,38 +193,43 @@ def alike(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> Cell:
 
 
 def switch_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the paper leaves open, a switch a line: beside the default (paired by seed) and the paper."""
-    configs = runs_of(SWITCHES)
-    first = configs[0]
-    if first.dataset != dataset:
+    """What the paper leaves open, a setting a line: what IVT then adds to its host, paired by seed, and the paper's."""
+    hosts: dict[str, list[RunConfig]] = {}
+    for sweep in SWITCHES:
+        for config in runs_of(sweep):
+            if config.dataset == dataset:
+                hosts.setdefault(config.method, []).append(config)
+    if not hosts:
         return []
-    told = ("method", "addons", "dataset", "tasks", "seed")
-    default = resolve({key: getattr(first, key) for key in told})
-    theirs = paper()[dataset]["rows"][row_name(default.resolved())][default.tasks]
     lines = [
-        "| setting | seeds | " + " | ".join(f"{m} | vs default | vs paper" for m in METRICS) + " |",
-        "|---" * (2 + 3 * len(METRICS)) + "|",
-        "| the paper | 3 | " + " | ".join(f"{value:.2f} | | " for value in theirs) + " |",
+        "| run | setting | seeds | " + " | ".join(f"{m} | gain | vs paper" for m in METRICS) + " |",
+        "|---" * (3 + 3 * len(METRICS)) + "|",
     ]
-    usual = alike(default, records)
-    settings = {key: default.sections[key.partition(".")[0]][key.partition(".")[2]] for key in switched(configs)}
-    for config in (default, *configs):
-        cell = alike(config, records)
-        texts = []
-        for metric, value in zip(METRICS, theirs, strict=True):
-            ours = Comparison(known(seed[metric] for seed in cell.values()), value)
-            pairs = known(minus(cell[seed][metric], usual[seed][metric]) for seed in cell if seed in usual)
-            apart = f"{statistics.mean(pairs):+.2f}" if pairs and config is not default else ""
-            texts += [cell_text(ours), apart, difference_text(ours)]
-        name = "default: " if config is default else ""
-        name += f"`{settings_text(settings if config is default else changed_settings(config.resolved()))}`"
-        lines.append(f"| {name} | {len(cell)} | " + " | ".join(texts) + " |")
+    for configs in hosts.values():
+        first = configs[0]
+        given = {key: getattr(first, key) for key in ("method", "addons", "dataset", "tasks", "seed")}
+        default, host = resolve(given), resolve({**given, "addons": []})
+        theirs, bare = (
+            paper()[dataset]["rows"][row_name(config.resolved())][default.tasks] for config in (default, host)
+        )
+        texts = [f"{ours:.2f} | {ours - without:+.2f} | " for ours, without in zip(theirs, bare, strict=True)]
+        name = row_name(default.resolved())
+        lines.append(f"| {name} | the paper | 3 | " + " | ".join(texts) + " |")
+        usual = alike(host, records)
+        for config in (default, *configs):
+            setting = settings_text(changed_settings(config.resolved())) or "default"
+            lines.append(f"| {name} | `{setting}` | {switch_row(alike(config, records), usual, theirs)}")
     return lines
 
 
-def switched(configs: Sequence[RunConfig]) -> list[str]:
-    """Every setting that one of them changes."""
-    return list(dict.fromkeys(key for config in configs for key in changed_settings(config.resolved())))
+def switch_row(cell: Cell, host: Cell, theirs: Sequence[float]) -> str:
+    """The cells of one setting: how many seeds, and for each measure ours, the gain over the host, and the paper's."""
+    texts = [str(len(cell))]
+    for metric, value in zip(METRICS, theirs, strict=True):
+        ours = Comparison(known(seed[metric] for seed in cell.values()), value)
+        pairs = known(minus(cell[seed][metric], host[seed][metric]) for seed in cell if seed in host)
+        texts += [cell_text(ours), f"{statistics.mean(pairs):+.2f}" if pairs else "", difference_text(ours)]
+    return " | ".join(texts) + " |"
 
 
 def settings_text(changes: Mapping[str, Any]) -> str:
@@ -303,7 +308,7 @@ def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping
 
 def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Records that no other section has."""
-    shown = {kind(config.resolved()) for sweep in (BOUNDS, SWITCHES) for config in runs_of(sweep)}
+    shown = {kind(config.resolved()) for sweep in (BOUNDS, *SWITCHES) for config in runs_of(sweep)}
     content = paper()[dataset]
     stands_in = [variant for variant in content.get("settings", ()) if "beside" in content]
     rows = [
