@@ -61,6 +61,47 @@ def teleports(monkeypatch: pytest.MonkeyPatch) -> Teleports:
 # What is teleported, and when ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"interval": 1}, {"interval": 3}, {"interval": None}, {"interval": 5, "last": "skip"},
+        {"interval": 2, "stages": ["main", "balance"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_f_is_that_of_one_epoch(
+    options: dict[str, Any], few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every teleport and at every task's end: the mean of the squared gradients of the last epoch and no other."""
+    squares: dict[str, Tensor] = {}
+    steps, compared = [0], [0]
+
+    def begin(addon: IVTAddOn, task: Task, stage: Stage, epoch: int) -> None:
+        if stage.role == "main":
+            squares.clear()
+            steps[0] = 0
+
+    def step(plugin: IVT, parameters: Any = None) -> None:
+        steps[0] += 1
+        for name, parameter in plugin._parameters.items():
+            if parameter.grad is not None:
+                squares[name] = squares.get(name, 0.0) + parameter.grad.double() ** 2
+
+    def compare(plugin: IVT, leave: Any = None) -> None:
+        if plugin.task > 1:  # F_1 comes from the shared base
+            compared[0] += 1
+            for name, total in squares.items():
+                torch.testing.assert_close(plugin.fisher[name].double(), total / steps[0], rtol=1e-5, atol=0)
+
+    watch(monkeypatch, IVTAddOn, "begin_epoch", before=begin)
+    watch(monkeypatch, IVT, "accumulate", after=step)
+    watch(monkeypatch, IVT, "teleport", before=compare)
+    watch(monkeypatch, IVT, "end_task", before=compare)
+    finish(make_run(few, tmp_path, quick("podnet", "ivt", podnet={"epochs": 5}, ivt=options)))
+    teleports = {1: 5, 3: 1, None: 1, 5: 0, 2: 2 + 1}[options["interval"]]
+    assert compared[0] == 2 * (teleports + 1)
+
+
 def diagonal(row: dict[str, Any], name: str) -> Tensor:
     """anchor + (A + F) / (2 A + F) (theta - anchor), where A = 0: theta."""
     a, f = row["past"][name].double(), row["fisher"][name].double()

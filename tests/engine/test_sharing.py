@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,13 +88,21 @@ def test_beginning_at_ones_own_base(few: Dataset, tmp_path: Path) -> None:
     """A snapshot of the base task that a run would have trained itself counts as a shared base, no other does."""
     whole = make_run(few, tmp_path / "whole", quick("podnet"))
     finish(whole)
-    cases = [(0, {"oracle": True}, True), (1, {}, False), (0, {"seed": 3}, False)]
+    cases: list[tuple[int, dict[str, Any], bool]] = [
+        (0, {"oracle": True}, True), (1, {}, False), (0, {"seed": 3}, False), (0, {"precision": "bf16"}, False),
+    ]  # fmt: skip
     for number, (task, change, shared) in enumerate(cases):
         given = {**quick("podnet", start=str(whole.snapshot_path(task))), **change}
         record = finish(make_run(few, tmp_path / str(number), given))
-        assert record["base"] == {"snapshot": True, "shared": shared}
+        assert (record["base"]["snapshot"], record["base"]["shared"]) == (given["start"], shared)
         assert ("start" in changed_settings(record["config"])) is not shared
         assert finish(make_run(few, tmp_path / str(number), given)) == record  # done already
+        without = {key: value for key, value in given.items() if key != "start"}
+        if shared:
+            assert finish(make_run(few, tmp_path / str(number), without)) == record
+        for other in [{**given, "start": str(whole.snapshot_path(2))}, *([] if shared else [without])]:
+            with pytest.raises(CheckpointError, match="another configuration"):
+                finish(make_run(few, tmp_path / str(number), other))
 
 
 @pytest.mark.parametrize(

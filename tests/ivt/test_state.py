@@ -111,7 +111,7 @@ def test_loading_writes_into_the_buffers_that_are_there():
 
     def pointers():
         parts = (ivt.anchor, ivt.cumulative, ivt.fisher)
-        counters = ivt._fisher._steps.values()
+        counters = [*ivt._fisher._steps.values(), *ivt._fisher._ones.values()]
         return [value.data_ptr() for part in parts for _, value in sorted(part.items())] + [
             counter.data_ptr() for counter in counters
         ]

@@ -78,6 +78,7 @@ def describe(
         "code": code_version(config.method),
         "progress": dict(progress),
         "engine": parts.engine,
+        "precision": parts.precision,
     }
 
 
@@ -131,12 +132,24 @@ def check_start(
         )
 
 
-def is_own_base(config: RunConfig, meta: Mapping[str, Any]) -> bool:
-    """Whether a snapshot holds the base task that the run would train itself, so that it is as good as a shared one."""
+def check_finished(config: RunConfig, record: Mapping[str, Any], where: Path) -> None:
+    """A record is the run's own; `start` is not among its settings where it began at its own base."""
+    saved, base = dict(record["config"]), record.get("base", {})
+    if base.get("shared") and base.get("snapshot") == config.start:
+        saved["start"] = config.start
+    check_config(config, saved, where)
+
+
+def is_own_base(config: RunConfig, parts: Parts, meta: Mapping[str, Any]) -> bool:
+    """Whether a snapshot holds the base task that the run would train itself, so that it is as good as a shared one.
+
+    The program may have changed in between: whoever names a snapshot answers for that, and the record tells of it.
+    """
     other, own = meta["config"], config.resolved()
-    free = {"addons", "oracle", "tasks", "start", "device", "engine", *config.addons}  # these do not reach the base
+    free = {"addons", "oracle", "tasks", "start", "device", "engine", "stop_after", "snapshots"}  # not the base's
     same = {key: own[key] for key in own if key not in free} == {key: other[key] for key in other if key not in free}
-    return meta["grown"] == 0 and not other["addons"] and same  # an add-on may act at the end of the base
+    way = (meta["engine"], meta.get("precision", parts.precision)) == (parts.engine, parts.precision)
+    return meta["grown"] == 0 and not other["addons"] and same and way  # an add-on may act at the end of the base
 
 
 # When the next one is due -----------------------------------------------------------------------------------

@@ -111,10 +111,7 @@ class Run:
     def _events(self) -> Generator[ev.Event, None, None]:
         if self.record_path.exists():
             record = read_record(self.record_path)
-            saved = record["config"]
-            if record.get("base", {}).get("snapshot"):
-                saved = {**saved, "start": self.config.start}
-            checkpoints.check_config(self.config, saved, self.record_path)
+            checkpoints.check_finished(self.config, record, self.record_path)
             yield ev.Finished(record, str(self.record_path), already=True)
             return
         self.parts = build(self.config, self.dataset, self.generator, self.device)
@@ -179,7 +176,8 @@ class Run:
             tensors, meta = read_tensors(Path(self.config.start))
             checkpoints.check_start(self.config, self.dataset, self.parts, tensors, meta)
             self._load(checkpoints.trained_of(tensors), meta)
-            self.progress.base = {"snapshot": True, "shared": checkpoints.is_own_base(self.config, meta)}
+            shared = checkpoints.is_own_base(self.config, self.parts, meta)
+            self.progress.base = {"snapshot": self.config.start, "code": meta["code"], "shared": shared}
             return f"snapshot {self.config.start}"
         return None
 

@@ -64,6 +64,7 @@ class BatchFisher:
         self.sums: dict[str, Tensor] = {}
         self.seen: dict[str, None] = {}  # names that have had a gradient, in order
         self._steps: dict[frozenset[str], Tensor] = {}
+        self._ones: dict[torch.device, Tensor] = {}  # what a step adds to a counter; captured graphs hold them
         self._groups: list[tuple[list[Tensor], list[str]]] = []  # counters, and the names that have them: see below
         self._together: dict[tuple[str, ...], tuple[list[Tensor], Tensor]] = {}  # of a usual step: see _add_known
         self.allocate(parameters)
@@ -99,6 +100,7 @@ class BatchFisher:
                 )
             self._groups = []
             counter = self._steps[key] = torch.zeros((), dtype=torch.float32, device=like.device)
+            self._ones.setdefault(counter.device, torch.ones_like(counter))
         return counter
 
     @torch.no_grad()
@@ -152,7 +154,7 @@ class BatchFisher:
         counter = self.counter(names)
         counter.add_(1.0 if kept is None else kept.to(counter, non_blocking=True))
         if len(sums) == len(pairs) and all((t.dtype, t.device) == (counter.dtype, counter.device) for t in sums):
-            self._together[tuple(names)] = [*sums, counter], torch.ones_like(counter)
+            self._together[tuple(names)] = [*sums, counter], self._ones[counter.device]
 
     def _add_known(self, pairs: Sequence[tuple[str, Tensor]]) -> bool:
         """The usual step, with dense gradients of the sums' format for parameters that have stepped together before.
