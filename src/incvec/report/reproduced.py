@@ -228,7 +228,10 @@ def switch_row(cell: Cell, host: Cell, theirs: Sequence[float]) -> str:
     for metric, value in zip(METRICS, theirs, strict=True):
         ours = Comparison(known(seed[metric] for seed in cell.values()), value)
         pairs = known(minus(cell[seed][metric], host[seed][metric]) for seed in cell if seed in host)
-        texts += [cell_text(ours), f"{statistics.mean(pairs):+.2f}" if pairs else "", difference_text(ours)]
+        gain = f"{statistics.mean(pairs):+.2f}" if pairs else ""
+        if 0 < len(pairs) < len(cell):
+            gain += f" ({len(pairs)})"  # so many of the seeds have their host
+        texts += [cell_text(ours), gain, difference_text(ours)]
     return " | ".join(texts) + " |"
 
 
