@@ -96,6 +96,7 @@ def test_beginning_at_ones_own_base(few: Dataset, tmp_path: Path) -> None:
         record = finish(make_run(few, tmp_path / str(number), given))
         assert (record["base"]["snapshot"], record["base"]["shared"]) == (given["start"], shared)
         assert ("start" in changed_settings(record["config"])) is not shared
+        same_weights(whole.snapshot_path(task), make_run(few, tmp_path / str(number), given).snapshot_path(task))
         assert finish(make_run(few, tmp_path / str(number), given)) == record  # done already
         without = {key: value for key, value in given.items() if key != "start"}
         if shared:

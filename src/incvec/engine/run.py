@@ -178,6 +178,10 @@ class Run:
             self._load(checkpoints.trained_of(tensors), meta)
             shared = checkpoints.is_own_base(self.config, self.parts, meta)
             self.progress.base = {"snapshot": self.config.start, "code": meta["code"], "shared": shared}
+            if self.ranks.is_first and self.config.snapshots:  # the lab looks for a run's beginning among its own
+                kept = {key: value for key, value in meta.items() if key not in ("format", "hashes")}
+                kept["config"] = self.config.resolved()
+                write_tensors(self.snapshot_path(meta["grown"]), tensors, kept)
             return f"snapshot {self.config.start}"
         return None
 

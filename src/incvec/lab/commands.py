@@ -253,9 +253,9 @@ def everything(
     path(runs=[run], ivt=ivt, **given, **line, **again)
     tradeoff(runs=[run], ivt=ivt, **given, task_from=1, task_to=ends, points=points, **of["tradeoff"])
     plane(run=run, ivt=ivt, **given, task=2, size=size, margin=0.25, **of["plane"])
-    if "ivt" in run_config(ivt).addons:
-        curvature(run=ivt, points=11, **of["curvature"])
     gap([each / "record.json" for each in (run, ivt, oracle, joint) if each is not None], how.out, f"{prefix}gap")
+    if "ivt" in run_config(ivt).addons:  # last: it alone asks for more than weights
+        curvature(run=ivt, points=11, **of["curvature"])
 
 
 @app.command(epilog="[bold]Example[/bold]\n\nincvec lab draw results/figures")
