@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.small and given.data_root is None:
         parser.error("--data-root is needed: the folder with CIFAR-100's files")
     if given.out is not None and (given.out.exists() or (given.out.parent / "bases").exists()):
-        parser.error(f"{given.out} or the folder bases beside it exists: the run is to begin with nothing")
+        parser.error(f"{given.out} or bases beside it exists, but the run is to begin anew: choose another --out")
     report = Report(given.json, "complete_run.py", arguments)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

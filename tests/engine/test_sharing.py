@@ -106,6 +106,16 @@ def test_beginning_at_ones_own_base(few: Dataset, tmp_path: Path) -> None:
                 finish(make_run(few, tmp_path / str(number), other))
 
 
+def test_beginning_at_a_snapshot_in_ones_own_folder(few: Dataset, tmp_path: Path) -> None:
+    """It stays as it is, and says whose it was."""
+    whole = make_run(few, tmp_path / "whole", quick("podnet"))
+    finish(whole)
+    whole.record_path.unlink()
+    before = whole.snapshot_path(0).read_bytes()
+    finish(make_run(few, tmp_path / "whole", quick("podnet", oracle=True, start=str(whole.snapshot_path(0)))))
+    assert whole.snapshot_path(0).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -123,6 +133,15 @@ def test_a_snapshot_of_another_past_is_refused(
     given = {**given, **change, "podnet": {**given["podnet"], **change.get("podnet", {})}}  # type: ignore[dict-item]
     with pytest.raises(CheckpointError, match=message):
         finish(make_run(few, tmp_path / "later", given))
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), (b"no tensors", "it is damaged")])
+def test_a_beginning_that_cannot_be_read(content: bytes | None, message: str, few: Dataset, tmp_path: Path) -> None:
+    file = tmp_path / "task-00.safetensors"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{message}.*RUN/snapshots/task-NN"):
+        finish(make_run(few, tmp_path / "run", quick("podnet", start=str(file))))
 
 
 def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:

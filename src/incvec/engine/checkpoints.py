@@ -18,7 +18,7 @@ from incvec.config import RunConfig, differences
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.build import Parts, code_version
-from incvec.engine.files import Writer, write_tensors
+from incvec.engine.files import Writer, read_tensors, write_tensors
 from incvec.engine.stage import StageLoop
 from incvec.errors import CheckpointError
 
@@ -82,6 +82,11 @@ def describe(
     }
 
 
+def taken_over(config: RunConfig, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run says of another's snapshot once it is its own beginning."""
+    return {key: meta[key] for key in meta if key not in ("format", "hashes")} | {"config": config.resolved()}
+
+
 # Which files a run may go on from ---------------------------------------------------------------------------
 
 
@@ -102,6 +107,18 @@ def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any
     if meta["code"] != code_version(config.method):
         return "the program has changed since the checkpoint this run goes on from"
     return ""
+
+
+def read_start(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The snapshot that `start` names."""
+    try:
+        return read_tensors(path)
+    except CheckpointError as error:
+        why = "it is damaged, or no file of ours" if path.is_file() else "there is no such file"
+        raise CheckpointError(
+            f"start={path} cannot be begun at: {why}. Give a snapshot of a run, RUN/snapshots/task-NN.safetensors, "
+            "or leave start out."
+        ) from error
 
 
 def check_start(

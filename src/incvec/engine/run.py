@@ -173,15 +173,14 @@ class Run:
             task, stage, epoch = self.position
             return f"task {task + 1}, stage {stage + 1}, epoch {epoch}"
         if self.config.start:
-            tensors, meta = read_tensors(Path(self.config.start))
+            tensors, meta = checkpoints.read_start(Path(self.config.start))
             checkpoints.check_start(self.config, self.dataset, self.parts, tensors, meta)
             self._load(checkpoints.trained_of(tensors), meta)
             shared = checkpoints.is_own_base(self.config, self.parts, meta)
             self.progress.base = {"snapshot": self.config.start, "code": meta["code"], "shared": shared}
-            if self.ranks.is_first and self.config.snapshots:  # the lab looks for a run's beginning among its own
-                kept = {key: value for key, value in meta.items() if key not in ("format", "hashes")}
-                kept["config"] = self.config.resolved()
-                write_tensors(self.snapshot_path(meta["grown"]), tensors, kept)
+            own = self.snapshot_path(meta["grown"])  # the lab looks for a run's beginning among its own
+            if self.ranks.is_first and self.config.snapshots and not own.exists():
+                write_tensors(own, tensors, checkpoints.taken_over(self.config, meta))
             return f"snapshot {self.config.start}"
         return None
 
