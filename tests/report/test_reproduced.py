@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from incvec.presets import resolve
+from incvec.presets import changed_settings, resolve
 from incvec.records import find_records, read_record
 from incvec.report.reproduced import (
     bound_table,
@@ -56,6 +56,16 @@ def test_changed_settings_stay_out_of_the_main_table() -> None:
     records = [record(0, 64.0), record(0, 99.0, podnet={"memory": 5})]
     assert row_of(table("cifar100", records), "| podnet | 5 |")[2] == "64.00"
     assert "podnet.memory=5" in page(records)
+
+
+def test_a_base_setting_spelt_out_is_no_change() -> None:
+    """One that is left out is that of the other tasks: the two say the same."""
+    spelt, unlike = sample("podnet", podnet={"base_lr": 0.1}), sample("podnet", podnet={"base_lr": 0.2})
+    assert resolve({"method": "podnet", "dataset": "cifar100"}).sections["podnet"]["lr"] == 0.1
+    assert changed_settings(spelt["config"]) == {}
+    assert changed_settings(unlike["config"]) == {"podnet.base_lr": 0.2}
+    lower = resolve({"method": "podnet", "dataset": "cifar100", "podnet": {"lr": 0.05}})
+    assert changed_settings(lower.resolved()) == {"podnet.lr": 0.05}
 
 
 def test_a_row_of_another_variant_counts_with_that_variant_alone() -> None:

@@ -143,8 +143,14 @@ def changed_settings(own: Mapping[str, Any]) -> dict[str, Any]:
         f"{section}.{key}": value
         for section, values in preset.sections.items()
         for key, value in own.get(section, {}).items()
-        if values.get(key) != value
+        if values.get(key) != value and in_effect(values, key) != in_effect(own[section], key)
     }
+
+
+def in_effect(values: Mapping[str, Any], key: str) -> Any:
+    """A setting's value; a `base_` setting left out is that of the other tasks."""
+    value = values.get(key)
+    return values.get(key.removeprefix("base_")) if value is None else value
 
 
 def sweeps() -> dict[str, Path]:
