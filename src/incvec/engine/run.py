@@ -360,7 +360,8 @@ class Run:
         self._settle()
         self.loop = None
         self.position = (task.index, number + 1, 0)
-        yield self._save()
+        if self._save_due():
+            yield self._save()
 
     def _make_loop(self, task: Task, stage: Stage, rows: Tensor) -> StageLoop:
         parts = self.parts

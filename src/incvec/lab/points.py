@@ -226,7 +226,11 @@ class Points:
 
     def _recalibrated(self, state: State) -> dict[str, Tensor]:
         """The state with BatchNorm's statistics measured at it: batch means and variances over training images of
-        all classes grown, averaged."""
+        all classes grown, averaged.
+
+        The images are cropped and flipped as in training, at every point alike: a padded crop has borders that the
+        statistics know of, and without them ResNet-32 loses six points on CIFAR-100.
+        """
         parts = self.rebuilt.parts
         train = parts.world.train
         if not isinstance(train, ImageSource):
@@ -236,6 +240,7 @@ class Points:
         norms: list[Any] = [module for module in self.scorer.modules() if isinstance(module, _norm)]
         before = [(module.training, module.momentum) for module in norms]
         size = min(CHUNK, len(rows))
+        generator = torch.Generator(rows.device).manual_seed(0)
         try:
             for module in norms:
                 module.train()
@@ -244,7 +249,7 @@ class Points:
                 for module in norms:
                     module.momentum = 1 / number
                 with parts.world.autocast():
-                    functional_call(self.scorer, fresh, (train.fetch(part, None, ("test",)).images,))
+                    functional_call(self.scorer, fresh, (train.fetch(part, generator, ("train",)).images,))
         finally:
             for module, (training, momentum) in zip(norms, before, strict=True):
                 module.train(training)
