@@ -48,7 +48,7 @@ class SLCAOptions(FLYPOptions):
     align_epochs: int = Field(3, ge=0)
     align_lr: float = Field(5e-6, gt=0)
     align_batch_size: int = Field(256, ge=1)
-    align_schedule: Literal["constant", "cosine"] = "constant"
+    align_schedule: Literal["constant", "cosine", "spu_cosine"] = "constant"
     samples: int = Field(256, ge=1, description="draws of each class an epoch")
     tau: float = Field(0.1, gt=0, description="temperature of the normalised logits")
     ridge: float = Field(1e-4, gt=0, description="added to the covariances' diagonal")
@@ -131,6 +131,9 @@ class SLCA(FLYP):
             loss=self.alignment,
         )
         return [main, align]
+
+    def cycle(self, epochs: int) -> int:
+        return epochs
 
     def begin_task(self, task: Task) -> None:
         """The head as it was before its last alignment, in the original's form."""
