@@ -4,22 +4,25 @@
     python benchmarks/dual_speed.py --models lite0-minilm                          # the small pair alone
     python benchmarks/dual_speed.py --small                                        # a CPU will do
 
-`vit-b16` is CLIP ViT-B/16 with random weights, made from its configuration: speed and memory depend on neither the
-weights nor the images. Images are of 32 pixels, as CIFAR's, brought to the model's size inside the step.
+`vit-b16` is CLIP ViT-B/16 with random weights, made from its configuration (`random_weights` in its rows): speed and
+memory depend on neither the weights nor the images. Images are of 32 pixels, as CIFAR's, brought to the model's size
+inside the step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Report, Row, one_thread, pick_device, turned
 from torch import Tensor
 
 from incvec.contracts import Input
@@ -28,7 +31,6 @@ from incvec.engine import events as ev
 from incvec.engine.run import Run
 from incvec.nets.clip import MEAN, STD, from_transformers
 from incvec.presets import resolve
-from incvec.records import environment
 
 WORDS = 49408  # CLIP's vocabulary; its last two are the start and the end of a text
 
@@ -64,17 +66,18 @@ def random_images(per_class: int, classes: int = 20) -> Dataset:
     return Dataset("random", images, labels, images[kept], labels[kept], names, 4, True, "random", norms)
 
 
-def measure(data: Dataset, given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def measure(data: Dataset, given: dict[str, Any], device: torch.device) -> Row:
     """The second task's epochs, from the end of its first one to that of its last."""
     marks: list[float] = []
     images = 0
     cuda = device.type == "cuda"
+    gc.collect()
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(resolve(given), data, Path(folder))
-        for event in run.events():
+        for event in turned(run.events()):
             if isinstance(event, ev.StageStarted) and event.task == 1:
                 images = event.steps * run.config.sections["flyp"]["batch_size"]
             if isinstance(event, ev.EpochEnded) and event.task == 1:
@@ -108,42 +111,48 @@ def cases(models: Sequence[str], small: bool) -> list[tuple[str, dict[str, Any],
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="thin layers and few images")
-    parser.add_argument("--models", nargs="*", default=["vit-b16"], choices=["vit-b16", "lite0-minilm"])
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--images", type=int, help="a class; there are ten classes a task")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = random_images(arguments.images or (13 if arguments.small else 320))
-
-    def build(net: str, *rest: Any) -> Any:
-        return from_transformers(random_clip(arguments.small), tokenise) if net == "clip" else plain[0](net, *rest)
-
-    def wanted(net: str, *rest: Any) -> Any:
-        size = 32 if arguments.small else 224
-        return Input(size, MEAN, STD) if net == "clip" else plain[1](net, *rest)
-
+@contextmanager
+def random_models(small: bool) -> Iterator[None]:
+    """While it lasts, `clip` is one with random weights, which needs no file."""
     methods: Any = import_module("incvec.methods.dual")
     plain = methods.build_dual, methods.input_of
-    methods.build_dual, methods.input_of = build, wanted  # random weights need no file
-    rows: list[dict[str, Any]] = []
-    for model, own, addons, ivt in cases(arguments.models, arguments.small):
-        given: dict[str, Any] = {
-            "method": "flyp", "dataset": "cifar100", "tasks": 2, "addons": addons, "snapshots": False,
-            "flyp": {**own, "epochs": arguments.epochs, "templates": "photo"},
-        }  # fmt: skip
-        if addons:
-            given["ivt"] = {"interval": 3, **ivt}
-        told = {"model": model, "pixels": own.get("pixels"), "addons": addons, **ivt}
-        rows.append({**told, **measure(data, given, device)})
-        print(rows[-1], flush=True)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"rows": rows, "random_weights": True, "environment": environment(device)}
-        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+    def build(net: str, *rest: Any) -> Any:
+        return from_transformers(random_clip(small), tokenise) if net == "clip" else plain[0](net, *rest)
+
+    def wanted(net: str, *rest: Any) -> Any:
+        return Input(32 if small else 224, MEAN, STD) if net == "clip" else plain[1](net, *rest)
+
+    methods.build_dual, methods.input_of = build, wanted
+    try:
+        yield
+    finally:
+        methods.build_dual, methods.input_of = plain
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="thin layers and few images")
+    parser.add_argument("--models", nargs="*", default=["vit-b16"], choices=["vit-b16", "lite0-minilm"])
+    parser.add_argument("--epochs", type=int, default=4, help="two at least: the first one is not counted")
+    parser.add_argument("--images", type=int, help="a class; there are ten classes a task")
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args(arguments)
+    if wanted.epochs < 2:
+        parser.error(f"--epochs {wanted.epochs}: the first epoch is not counted, so give 2 at least")
+    device = pick_device()
+    data = random_images(wanted.images or (13 if wanted.small else 320))
+    report = Report(wanted.json, "dual_speed.py", arguments)
+    with random_models(wanted.small), one_thread(wanted.small):
+        for model, own, addons, ivt in cases(wanted.models, wanted.small):
+            given: dict[str, Any] = {
+                "method": "flyp", "dataset": "cifar100", "tasks": 2, "addons": addons, "snapshots": False,
+                "flyp": {**own, "epochs": wanted.epochs, "templates": "photo"},
+            }  # fmt: skip
+            if addons:
+                given["ivt"] = {"interval": 3, **ivt}
+            told = {"model": model, "random_weights": own["net"] == "clip", "pixels": own.get("pixels")}
+            report.add({**told, "addons": addons, **ivt, **measure(data, given, device)})
 
 
 if __name__ == "__main__":

@@ -113,13 +113,17 @@ class Optimiser:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate factors, as data: `factors` lays them out, one a step."""
+    """Learning-rate factors, as data: `factors` lays them out, one a step.
 
-    kind: Literal["constant", "cosine", "steps"] = "constant"
+    `spu_cosine` is 0 in the first epoch; epoch e from 1 on has (1 + cos(pi (e - 1) / (cycle - 1))) / 2.
+    """
+
+    kind: Literal["constant", "cosine", "steps", "spu_cosine"] = "constant"
     milestones: tuple[int, ...] = ()  # epochs, for "steps"
     gamma: float = 0.1
     warmup: int = 0  # epochs of linear warm-up
     by: Literal["epoch", "step"] = "epoch"
+    cycle: int | None = None  # epochs, for "spu_cosine"; none: the stage's
 
     def factors(self, epochs: int, steps: int) -> Tensor:
         """A float32 tensor of `epochs * steps` factors."""
@@ -128,6 +132,9 @@ class Schedule:
             position = position.floor()
         if self.kind == "cosine":
             factors = 0.5 * (1 + torch.cos(torch.pi * position / max(epochs, 1)))
+        elif self.kind == "spu_cosine":
+            length = max((epochs if self.cycle is None else self.cycle) - 1, 1)
+            factors = 0.5 * (1 + torch.cos(torch.pi * (position - 1) / length)) * (position >= 1)
         elif self.kind == "steps":
             passed = sum((position >= milestone).double() for milestone in self.milestones)
             factors = self.gamma ** (passed + torch.zeros_like(position))

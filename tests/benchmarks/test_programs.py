@@ -111,3 +111,38 @@ def test_profile(program: Any, tmp_path: Path) -> None:
         assert times == sorted(times, reverse=True)
         assert row["busy_us"] == pytest.approx(sum(times), abs=0.1)
         assert {"name", "launches", "microseconds"} == row["kernels"][0].keys()
+
+
+def test_dual_speed(program: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    module, methods = program("dual_speed"), importlib.import_module("incvec.methods.dual")
+    plain = methods.build_dual, methods.input_of
+    content = left(module, tmp_path / "d.json", "--epochs", "3")
+    assert (methods.build_dual, methods.input_of) == plain
+    found = [(row["model"], row["addons"], row.get("memory")) for row in content["rows"]]
+    assert found == [("vit-b16", [], None), ("vit-b16", ["ivt"], None), ("vit-b16", ["ivt"], "host")]
+    for row in content["rows"]:
+        assert {"engine", "parameters", "step_ms", "peak_gb", "reserved_gb", "notices"} <= row.keys()
+        assert row["images_per_second"] > 0
+        assert row["random_weights"] is True
+    assert "random_weights" not in content  # it is each row's own
+
+
+def test_dual_speed_keeps_the_rows_before_a_failure(
+    program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The small pair has weights that are not random; what was measured is on the disk once it is."""
+    module, file = program("dual_speed"), tmp_path / "d.json"
+
+    def measured(data: Any, given: dict[str, Any], device: Any) -> dict[str, Any]:
+        if given["addons"]:
+            raise KeyboardInterrupt
+        return {"images_per_second": 1}
+
+    monkeypatch.setattr(module, "measure", measured)
+    with pytest.raises(KeyboardInterrupt):
+        module.main(["--small", "--models", "lite0-minilm", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["model"], row["random_weights"], row["images_per_second"]) == ("lite0-minilm", False, 1)
+    with pytest.raises(SystemExit):
+        module.main(["--small", "--epochs", "1"])

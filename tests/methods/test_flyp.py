@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from incvec.contracts import Batch
+from incvec.contracts import Batch, Schedule
 from incvec.data import DATASETS, Dataset
+from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
+from incvec.engine.stage import StageLoop
 from incvec.errors import ConfigError
 from incvec.methods import find_method
 from incvec.methods.dual import DualMethod
@@ -213,6 +215,49 @@ def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
         assert changed - {"lr", "align_lr"} == {"net", "weights", "tag", "pixels"}
     with pytest.raises(ConfigError, match="`tag`, which says whose"):
         resolve({"method": "flyp", "dataset": "folder"})
+
+
+def test_the_schedule_of_spus_code() -> None:
+    """Its rates as its scheduler gives them: in units of 1e-6, for 10 epochs and 10 tasks at 5e-6."""
+    flyp = 5 * Schedule("spu_cosine", cycle=100).factors(10, 3).view(10, 3)[:, 0]
+    assert flyp[:2].tolist() == [0, 5]
+    assert flyp[9].item() == pytest.approx(4.92, abs=0.005)
+    slca = 5 * Schedule("spu_cosine").factors(10, 3)
+    assert slca[:3].tolist() == [0, 0, 0]
+    assert slca[3::3].tolist() == pytest.approx([5.0, 4.85, 4.42, 3.75, 2.93, 2.07, 1.25, 0.59, 0.15], abs=0.006)
+    assert (5 * Schedule("spu_cosine").factors(3, 1)).tolist() == pytest.approx([0, 5, 2.5])
+
+
+@pytest.mark.parametrize(("method", "cycle"), [("flyp", 9), ("spu", 9), ("slca", 3)])
+def test_a_run_with_the_schedule_of_spus_code(method: str, cycle: int, few: Dataset, tmp_path: Path) -> None:
+    """Three tasks of three epochs: the optimiser's rates are those of the formula."""
+    options: dict[str, Any] = {"epochs": 3, "schedule": "spu_cosine", "lr": 0.01}
+    if method == "slca":
+        options |= {"align_schedule": "spu_cosine", "align_epochs": 3, "align_lr": 0.02}
+    run = make_run(few, tmp_path, quick(method, **{method: options}))
+    rates: dict[str, list[float]] = {"main": [], "align": []}
+    prepare = StageLoop.prepare
+
+    def noting(self: StageLoop, *given: Any) -> None:
+        prepare(self, *given)
+        if self.optimiser is not None:
+            rates[self.stage.name].append(float(self.optimiser.param_groups[0]["lr"]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageLoop, "prepare", noting)
+        for event in run.events():
+            if isinstance(event, ev.StageStarted) and event.stage == "main":
+                begin = [p.detach().clone() for p in run.parts.method.parameters()]
+    falling = 0.01 * (1 + math.cos(math.pi / (cycle - 1))) / 2
+    assert rates["main"] == pytest.approx(3 * [0, 0.01, falling])
+    assert rates["align"] == pytest.approx(3 * [0, 0.02, 0.01] if method == "slca" else [])
+    assert any(not torch.equal(a, b) for a, b in zip(begin, run.parts.method.parameters(), strict=True))
+
+
+def test_one_epoch_at_rate_0_is_refused() -> None:
+    for epochs in ({"epochs": 1}, {"base_epochs": 1}):
+        with pytest.raises(ConfigError, match="trains nothing"):
+            resolve({"method": "flyp", "dataset": "digits", "flyp": {"schedule": "spu_cosine", **epochs}})
 
 
 # SPU ---------------------------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from incvec.contracts import Batch
 from incvec.data import Dataset
 from incvec.data.gaussians import draw
-from incvec.methods.rapf import RAPF, close_pairs, fuse, separation
+from incvec.methods.rapf import RAPF, close_pairs, fuse, separation, shared_out
 from tests.conftest import weights
 from tests.methods.endings import cross_entropy, finished
 
@@ -61,6 +62,44 @@ def test_separation_by_hand() -> None:
         old, new = pairs[row // 2]
         total += max(0.0, float(vector @ texts[new]) - float(vector @ texts[old]) + 0.1)
     assert separation(vectors, texts, pairs, 0.1).item() == pytest.approx(total / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "n_old", "wanted"),
+    [
+        (50, 10, (2, 20)),  # CIFAR-100 in 10 tasks, the authors' own setting
+        (25, 50, (4, 20)),  # and theirs for tasks of 5 classes
+        (100, 20, (1, 20)),  # CIFAR-100 in 5 tasks
+        (6, 10, (10, 33)),  # FGVC-Aircraft in 10 tasks: all old classes there are, and more of each
+        (6, 50, (17, 20)),
+        (13, 20, (8, 19)),  # and in 5
+        (500, 10, (1, 4)),
+    ],
+)
+def test_an_epoch_draws_about_2000_of_old_classes(steps: int, n_old: int, wanted: tuple[int, int]) -> None:
+    classes, each = shared_out(2000, steps, n_old, 20)
+    assert (classes, each) == wanted
+    assert steps * classes * each == pytest.approx(2000, rel=0.05)
+
+
+@pytest.mark.parametrize("batch_size", [10, 40, 1000])
+def test_an_epoch_of_a_run_draws_as_many(
+    batch_size: int, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two classes of 40 images a task: 8, 2 and 1 steps of 1 epoch; the last task has 4 old classes."""
+    drawn: list[int] = []
+
+    def noting(means: Tensor, *given: Any) -> Tensor:
+        found = draw(means, *given)
+        drawn.append(len(found))
+        return found
+
+    monkeypatch.setattr("incvec.methods.rapf.draw", noting)
+    own = {"epochs": 1, "batch_size": batch_size, "threshold": 0.0, "old_classes": None, "draws": 240}
+    finished(few, tmp_path, "rapf", **own)
+    steps = {10: 8, 40: 2, 1000: 1}[batch_size]
+    assert len(drawn) == 2 * steps
+    assert sum(drawn[:steps]) == sum(drawn[steps:]) == 240
 
 
 @pytest.mark.parametrize("threshold", [0.0, 10.0], ids=["no pairs", "all pairs"])

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from incvec.contracts import Batch
 from incvec.data import Dataset
 from incvec.data.gaussians import FeatureSource, GaussianSource, class_gaussians, draw
 from incvec.data.stream import split
+from incvec.engine import events as ev
 from incvec.engine.run import finish
 from incvec.methods.slca import SLCA, NormalHead, mean_scales, normalised
 from tests.conftest import make_run, quick, weights
@@ -138,6 +140,47 @@ def test_classes_to_come_have_a_column_of_zeros_as_in_spu(few: Dataset, tmp_path
     )
     rows = [[*row, 0.0, 0.0] for row in logits.tolist()]
     assert found.item() == pytest.approx(cross_entropy(rows, labels.tolist()), rel=1e-4)
+
+
+def test_the_alignment_uses_the_first_batch_of_an_epoch_as_in_spu(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their loop restated: a batch is cut out of what the cut before has left, so that only the first has any rows."""
+    epochs, size, classes = 2, 16, 6
+    drawn: list[Batch] = []
+    fetch = GaussianSource.fetch
+
+    def noting(self: GaussianSource, *given: Any) -> Batch:
+        drawn.append(fetch(self, *given))
+        return drawn[-1]
+
+    monkeypatch.setattr(GaussianSource, "fetch", noting)
+    options = {"compat": "spu", "align_epochs": epochs, "samples": size, "align_batch_size": size, "align_lr": 0.01}
+    run = make_run(few, tmp_path, quick("slca", slca=options))
+    for event in run.events():
+        if isinstance(event, ev.StageStarted) and (event.task, event.stage) == (2, "align"):
+            method = run.parts.method
+            assert isinstance(method, SLCA)
+            dual = method.model.dual
+            found = dual.image_projection.weight, dual.text_projection.weight
+            image, text = (tensor.detach().clone().requires_grad_() for tensor in found)  # type: ignore[operator]
+            sentences, heat = method.store["sentences"].clone(), dual.logit_scale.detach().exp()
+            drawn.clear()
+    assert len(drawn) == epochs * classes
+    optimiser = torch.optim.Adam([image, text], lr=0.01)
+    for epoch in range(epochs):
+        of_epoch = drawn[epoch * classes : (epoch + 1) * classes]
+        inputs, targets = torch.cat([batch.images for batch in of_epoch]), torch.cat([b.labels for b in of_epoch])
+        for step in range(classes):
+            inputs, targets = (rows[step * size : (step + 1) * size] for rows in (inputs, targets))
+            assert len(inputs) == (size if step == 0 else 0)
+            logits = heat * F.normalize(inputs @ image.T, dim=1) @ (sentences @ text.T).T
+            norms = logits.view(-1, 3, 2).norm(dim=2, keepdim=True).expand(-1, 3, 2).reshape(-1, classes)
+            optimiser.zero_grad()
+            F.cross_entropy(logits / (norms + 1e-7) / 0.1, targets).backward()
+            optimiser.step()
+    torch.testing.assert_close(found, (image.detach(), text.detach()), rtol=1e-3, atol=1e-5)
+    assert not [name for name in weights(run.snapshot_path(2)) if "align_steps" in name]
 
 
 def test_the_alignment_moves_the_projections_alone(few: Dataset, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +29,8 @@ from incvec.nets.dual import (
     input_of,
     random_dual,
 )
+from incvec.presets import sweeps
+from incvec.sweeping import plan
 from tests.hot_path import NoReading
 
 WORDS = 60
@@ -209,6 +213,34 @@ def test_saved_and_loaded_through_transformers(tmp_path: Path, monkeypatch: pyte
         assert torch.equal(tensor, back[name]), name
     assert dual.image_width == 20
     assert dual.width == 10
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the commands in the CLIP sweeps have it; no shell expands it behind `--set method.weights=`."""
+    tiny_clip().save_pretrained(tmp_path / "clip-vit-base-patch16")
+    torch.save(tiny_clip().state_dict(), tmp_path / "clip.pt")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("clip-cifar100", "clip-aircraft"):
+        (command,) = re.findall(r"incvec sweep (.*method\.weights.*)", sweeps()[name].read_text())
+        words = shlex.split(command)
+        assert words[0] == name
+        for _, config in plan(name, [word for word in words if word.startswith("method.")]):
+            own = config.sections[config.method]
+            assert own["weights"].startswith("~/")
+            assert input_of(own["net"], own["weights"], own["tag"]) == (12, clips.MEAN, clips.STD)
+    assert input_of("clip", "~/clip.pt", "mine") == (12, clips.MEAN, clips.STD)
+
+
+@pytest.mark.parametrize("given", ["~/none", "/none/at/all", "./none", "a/b/c", "none.pt", "~nobody-has-this/x"])
+def test_a_path_that_does_not_exist_is_said(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for call in (partial(input_of, "clip", given, "mine"), partial(build_dual, "clip", given, "mine", 3, seeded())):
+        with pytest.raises(ConfigError, match=r"no such folder or file.*save_pretrained.*Correct the path") as told:
+            call()
+        assert repr(given) in str(told.value)
+        assert given != "~/none" or str(tmp_path / "none") in str(told.value)
+    for name in ("openai/clip-vit-base-patch16", "clip"):
+        assert clips.located(name) == name
 
 
 class Block(nn.Module):

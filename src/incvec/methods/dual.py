@@ -5,10 +5,14 @@ equal tasks, no exemplars. It leaves weight decay and schedule open; here there 
 numbers most likely come from (https://github.com/wx-zhang/spu), images are prepared alike for training and testing,
 without augmentation; a training caption is `a photo of NAME`; an image is scored by its cosine with each class seen,
 a class vector being the mean over the data set's templates under the text tower as it now stands.
+
+`schedule="spu_cosine"` is that code's: the rate is 0 in the first epoch of every task, whole in the second, and then
+falls as a cosine whose half period is as long as all tasks together, so that it hardly falls (SLCA: as one task).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -39,7 +43,9 @@ class DualOptions(TrainOptions):
     optimiser: Literal["sgd", "adam", "adamw"] = "adam"
     lr: float = Field(5e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "cosine", "steps"] = "constant"
+    schedule: Literal["constant", "cosine", "steps", "spu_cosine"] = Field(  # type: ignore[assignment]
+        "constant", description="spu_cosine: as in SPU's code, 0 in a task's first epoch"
+    )
     milestones: Ints = ()
 
     @model_validator(mode="after")
@@ -47,6 +53,12 @@ class DualOptions(TrainOptions):
         check_dual(self.net, self.weights, self.tag)
         if self.pixels is not None and self.net != "lite0-minilm":
             raise ConfigError(f"pixels = {self.pixels} is for lite0-minilm; {self.net} takes images of one size.")
+        fewest = min(self.epochs, self.base_epochs or self.epochs)
+        if self.schedule == "spu_cosine" and fewest < 2:
+            raise ConfigError(
+                f"schedule = spu_cosine has rate 0 in a task's first epoch, so that {fewest} epoch trains nothing. "
+                "Give at least 2 epochs, or schedule = constant."
+            )
         templates(self.templates)
         return self
 
@@ -93,7 +105,14 @@ class DualMethod(ImageMethod):
         return ("model",)
 
     def main_stage(self, task: Task, **changes: Any) -> Stage:
-        return super().main_stage(task, **{"views": ("test",), "batchnorm": "frozen", **changes})
+        stage = super().main_stage(task, **{"views": ("test",), "batchnorm": "frozen", **changes})
+        if stage.schedule.kind != "spu_cosine":
+            return stage
+        return stage.but(schedule=replace(stage.schedule, cycle=self.cycle(stage.epochs)))
+
+    def cycle(self, epochs: int) -> int:
+        """Epochs in which the schedule `spu_cosine` comes down to 0."""
+        return epochs * len(self.world.tasks)
 
     def captions(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Unit vectors of the sentences a batch can have, and which one each image's is.

@@ -11,10 +11,11 @@ is what the IVT paper most likely ran, SPU's code (https://github.com/wx-zhang/s
 projections being the classifier, aligned after every task against the sentences of the classes, and left so.
 
 Where we differ from that code: samples are drawn afresh for every step (one for each class and place in the epoch),
-its loop uses only the first 256 of an epoch; text vectors are normalised, the norms averaged, and only classes seen
-have a column. `compat="spu"` has its vectors, norms and columns. Its larger rate of the projections is cancelled by its
-schedule; here `head_rate` is 1 for the two-tower form. The original's augmentation is left out, its SGD schedule is
-the preset's choice.
+and all are used; text vectors are normalised, the norms averaged, and only classes seen have a column. `compat="spu"`
+has its vectors, norms and columns, and its loop, which cuts each batch out of the one before: after the first (256
+of the shuffled samples) an epoch's batches are empty, and Adam steps on with a gradient of 0. Its larger rate of the
+projections is cancelled by its schedule; here `head_rate` is 1 for the two-tower form. The original's augmentation is
+left out, its SGD schedule is the preset's choice.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ class SLCAOptions(FLYPOptions):
     align_epochs: int = Field(3, ge=0)
     align_lr: float = Field(5e-6, gt=0)
     align_batch_size: int = Field(256, ge=1)
-    align_schedule: Literal["constant", "cosine"] = "constant"
+    align_schedule: Literal["constant", "cosine", "spu_cosine"] = "constant"
     samples: int = Field(256, ge=1, description="draws of each class an epoch")
     tau: float = Field(0.1, gt=0, description="temperature of the normalised logits")
     ridge: float = Field(1e-4, gt=0, description="added to the covariances' diagonal")
-    compat: Literal["paper", "spu"] = "paper"
+    compat: Literal["paper", "spu"] = Field("paper", description="the alignment as meant, or as SPU's code has it")
 
 
 class NormalHead(LinearHead):
@@ -131,6 +132,9 @@ class SLCA(FLYP):
         )
         return [main, align]
 
+    def cycle(self, epochs: int) -> int:
+        return epochs
+
     def begin_task(self, task: Task) -> None:
         """The head as it was before its last alignment, in the original's form."""
         for name in [name for name in self.store if name.startswith("unaligned.")]:
@@ -152,6 +156,8 @@ class SLCA(FLYP):
             with torch.no_grad(), self.world.autocast():  # the tower rests in this stage, its projection does not
                 self.store["sentences"] = self.model.dual.text_tower(tokens).float()
         self.take_statistics(task)
+        if self.options.compat == "spu":
+            self.store["align_steps"] = torch.zeros((), dtype=torch.int64, device=self.world.device)
         return torch.arange(task.n_seen, device=self.world.device).repeat_interleave(self.options.samples)
 
     def take_statistics(self, task: Task) -> None:
@@ -180,6 +186,7 @@ class SLCA(FLYP):
 
     def end_task(self, task: Task) -> None:
         self.store.pop("sentences", None)
+        self.store.pop("align_steps", None)
         self.take_statistics(task)  # where there was no alignment
 
     # Losses ---------------------------------------------------------------------------------------------
@@ -203,7 +210,16 @@ class SLCA(FLYP):
         logits = normalised(logits, bounds, o.tau, own=spu)
         if spu:  # classes to come have a column of zeros
             logits = F.pad(logits, (0, self.world.tasks[-1].last - logits.shape[1]))
-        return {"align": F.cross_entropy(logits, batch.labels)}
+        loss = F.cross_entropy(logits, batch.labels)
+        return {"align": loss * self.opens_epoch() if spu else loss}
+
+    def opens_epoch(self) -> Tensor:
+        """1 in the first step of each epoch of the alignment, 0 in all others."""
+        count = self.task.n_seen * self.options.samples
+        steps = count // min(self.options.align_batch_size, count)
+        first = self.store["align_steps"] % steps == 0
+        self.store["align_steps"] += 1
+        return first.float()
 
     # Evaluation -----------------------------------------------------------------------------------------
 

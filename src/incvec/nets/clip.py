@@ -2,7 +2,8 @@
 
 `weights` names one of three things: a model on the hub (openai/clip-vit-base-patch16), a folder that transformers
 wrote, or a file with a state dict in OpenAI's or open_clip's naming (`.safetensors`, or `.pt`/`.bin` of plain tensors),
-beside which the tokeniser's files lie (tokenizer.json, or vocab.json and merges.txt).
+beside which the tokeniser's files lie (tokenizer.json, or vocab.json and merges.txt). A leading `~` is the home folder;
+whatever is neither a folder nor a file here, and could be a hub's name (`owner/model`), is asked for there.
 
 OpenAI's own download is a TorchScript archive, which can run code and is refused here. Convert it once, in a place
 where you trust it:
@@ -16,6 +17,7 @@ all others the exact GELU.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -33,6 +35,7 @@ from incvec.nets.dual import Dual
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 FILES = (".safetensors", ".pt", ".pth", ".bin")
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FIRST_LAYERS = ("mlp.fc1",)
 HEAD_WIDTH = 64  # of an attention head, in all published CLIPs
 
@@ -102,6 +105,19 @@ def transformers_state(dual: Dual) -> dict[str, Tensor]:
 # From a name, a folder or a file ----------------------------------------------------------------------------
 
 
+def located(weights: str) -> str:
+    """The path that is meant, with the home folder in the place of `~`, or a hub's name as it is."""
+    path = os.path.expanduser(weights)  # a home nobody has stays as it is
+    if not Path(path).exists() and (Path(path).suffix in FILES or not HUB_NAME.fullmatch(path)):
+        meant = "" if path == weights else f" ({path})"
+        raise ConfigError(
+            f"CLIP weights {weights!r}{meant}: there is no such folder or file. Expected a folder written by "
+            "transformers' save_pretrained, or a state dict's file with the tokeniser's files beside it. Correct the "
+            "path, or, where the hub can be reached, give a name such as openai/clip-vit-base-patch16."
+        )
+    return path
+
+
 def is_file(weights: str) -> bool:
     return Path(weights).suffix in FILES and not Path(weights).is_dir()
 
@@ -129,12 +145,13 @@ def _read(weights: str, tag: str) -> tuple[Any, dict[str, Tensor] | None]:
 
 
 def clip_input(weights: str, tag: str) -> Input:
-    return Input(_read(weights, tag)[0].vision_config.image_size, MEAN, STD)
+    return Input(_read(located(weights), tag)[0].vision_config.image_size, MEAN, STD)
 
 
 def load_clip(weights: str, tag: str) -> Dual:
     """CLIP in float32, with its tokeniser."""
     transformers = needed("transformers")
+    weights = located(weights)
     config, state = _read(weights, tag)
     try:
         with torch.random.fork_rng(devices=[]):
