@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from incvec.cli import app
 from incvec.data import Dataset
 from incvec.lab import drawing
-from tests.lab.conftest import Finished, train
+from tests.lab.conftest import Finished, begun, train
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,28 @@ def test_plane(runs: Finished, tmp_path: Path) -> None:
     )
     assert "from the oracle" in shown
     assert len(written(tmp_path, "plane")["marks"]) == 4
+
+
+def test_runs_that_began_at_one_snapshot(digits: Dataset, tmp_path: Path) -> None:
+    """They have no first task; every command goes on from the snapshot they share."""
+    runs = begun(digits, tmp_path, base_classes=4, tasks=3, podnet={"epochs": 1, "batch_size": 64})
+    assert sorted(file.name[:7] for file in (runs.plain / "snapshots").iterdir()) == ["task-01", "task-02", "task-03"]
+    given = ("--ivt", runs.ivt, "--oracle", runs.oracle, "--images", 10, "-o", tmp_path)
+    call("plane", runs.plain, *given, "--task", 3, "--size", 3)
+    found = written(tmp_path, "plane")
+    assert (found["task"], found["starts_apart"]) == (2, 0)
+    call("all", runs.plain, *given, "--points", 3, "--size", 3, "--name", "all")
+    assert [written(tmp_path, "all-path")[key] for key in ("task_from", "task_to")] == [1, 3]
+    assert [panel["task_to"] for panel in written(tmp_path, "all-tradeoff")["panels"]] == [2, 3]
+    assert written(tmp_path, "all-plane")["task"] == 2
+    assert [row["task"] for row in written(tmp_path, "all-curvature")["tasks"]] == [2, 3]
+    for words, told in (
+        (["plane", runs.plain, *given], "first snapshot of .* is that after task 2: take 3 or more"),
+        (["path", runs.plain, *given], "no model after task 1 in .*: its first snapshot is that after task 2"),
+    ):
+        result = CliRunner().invoke(app, ["lab", *map(str, words)], env={"COLUMNS": "1000"})
+        assert result.exit_code == 1
+        assert re.search(told, result.output)
 
 
 def test_gap(runs: Finished, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from incvec.errors import ConfigError, DataError
 from incvec.lab import barrier, snapshot_model
 from incvec.lab.figures import draw_path, draw_tradeoff, named
 from incvec.lab.lines import Setting, fit, walk
-from incvec.lab.snapshots import command, run_config
+from incvec.lab.snapshots import command, last_task, run_config
 from incvec.presets import resolve
 from tests.conftest import make_run, quick
 from tests.lab.conftest import Finished
@@ -96,6 +96,12 @@ def test_a_line_starts_at_the_oracles_model_or_at_its_own(finished: Finished, fe
 
 def test_without_an_oracle_lines_start_at_their_own(finished: Finished, few: Dataset) -> None:
     assert walk([finished.ivt], None, few, 0, 1, Setting(points=2))["start"] == "own"
+
+
+def test_the_last_task_is_the_highest(finished: Finished, tmp_path: Path) -> None:
+    gap = shutil.copytree(finished.plain, tmp_path / "gap")
+    (gap / "snapshots" / "task-01.safetensors").unlink()
+    assert last_task(gap) == 2
 
 
 def test_errors_name_the_command_to_run_first(finished: Finished, few: Dataset, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from incvec.lab.figures import told_setting
 from incvec.lab.lines import FORMAT, Setting, Told
 from incvec.lab.paths import State, positions
 from incvec.lab.points import Points
-from incvec.lab.snapshots import Rebuilt, command, distance, last_task, run_config, snapshot_model
+from incvec.lab.snapshots import Rebuilt, command, distance, first_task, last_task, run_config, snapshot_model
 
 CUMULATIVE = "ivt/cumulative/"
 
@@ -43,13 +43,13 @@ def curvature(run: Path, dataset: Dataset, setting: Setting, told: Told | None =
             f"{run} was trained without the add-on ivt, whose Fisher is looked at here. Run first:\n  "
             + command(config, None, addons=(*config.addons, "ivt"))
         )
-    final = last_task(run)
-    if final < 1:
+    first, final = first_task(run), last_task(run)
+    if final == first:
         raise DataError(f"{run} has a single snapshot: nothing came after. Finish it first:\n  {command(config, run)}")
     began = time.monotonic()
-    before = snapshot_model(run, 0, dataset, device=setting.device)
+    before = snapshot_model(run, first, dataset, device=setting.device)
     tasks = []
-    for task in range(1, final + 1):
+    for task in range(first + 1, final + 1):
         after = snapshot_model(run, task, dataset, device=setting.device)
         past, now = fishers(before), fishers(after)
         start = snapshot_model(run, task - 1, dataset, grow_to=task, device=setting.device).state()

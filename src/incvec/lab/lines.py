@@ -21,7 +21,7 @@ from incvec.data import Dataset
 from incvec.errors import ConfigError, DataError
 from incvec.lab.paths import barrier, positions
 from incvec.lab.points import Points, Scores, Statistics, Way
-from incvec.lab.snapshots import check_same, command, distance, last_task, run_config, snapshot_file, snapshot_model
+from incvec.lab.snapshots import check_same, command, distance, kept, last_task, run_config, snapshot_model
 from incvec.lab.style import label
 from incvec.records import commit
 
@@ -97,7 +97,7 @@ def checked(runs: Sequence[Path], oracle: Path | None) -> list[Path]:
         raise ConfigError("no run was given: name the folder of one, such as runs/digits-podnet-3-s0.")
     first = run_config(runs[0])
     if oracle is not None:
-        if not snapshot_file(oracle, 0).exists():
+        if not kept(oracle):
             raise DataError(
                 f"there are no snapshots of an oracle in {oracle}: it was never trained. Run first:\n  "
                 + command(first, oracle, oracle=True, addons=())
