@@ -14,7 +14,7 @@ from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.errors import ConfigError, DataError
 from incvec.lab import barrier, snapshot_model
-from incvec.lab.figures import draw_path, draw_tradeoff, named
+from incvec.lab.figures import draw_path, draw_tradeoff, looks, named
 from incvec.lab.lines import Setting, fit, walk
 from incvec.lab.snapshots import command, last_task, run_config
 from incvec.presets import resolve
@@ -92,6 +92,22 @@ def test_a_line_starts_at_the_oracles_model_or_at_its_own(finished: Finished, fe
             right = own.model(batch.images).logits.argmax(1) == batch.labels
         assert curve["accuracy"]["old"][0] == pytest.approx(100 * float(right.double().mean()))
     assert lengths["oracle"] != lengths["own"]
+
+
+def test_seeds_are_not_mixed_silently(finished: Finished, few: Dataset, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    finish(make_run(few, other, quick("podnet", seed=4, podnet={"epochs": 1})))
+    told = r"differ in their seeds \(3 and 4\).*--start own.*Run first:\n  incvec run --method podnet .*--seed 3"
+    with pytest.raises(DataError, match=told):
+        walk([finished.plain, other], finished.oracle, few, 0, 2, Setting(points=2))
+    found = walk([finished.plain, other], finished.oracle, few, 0, 2, Setting(points=2, start="own"))
+    assert [curve["name"] for curve in found["curves"]] == ["PODNet, seed 3", "PODNet, seed 4", "PODNet oracle, seed 3"]
+    drawn = looks(found["curves"])
+    assert [look.label for look in drawn] == [curve["name"] for curve in found["curves"]]
+    assert len({(look.colour, look.marker) for look in drawn}) == 3
+    again = shutil.copytree(finished.plain, tmp_path / "again")
+    found = walk([finished.plain, again], None, few, 0, 2, Setting(points=2))
+    assert [curve["name"] for curve in found["curves"]] == ["PODNet (plain)", "PODNet (again)"]
 
 
 def test_without_an_oracle_lines_start_at_their_own(finished: Finished, few: Dataset) -> None:

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from incvec.data import Dataset
+from incvec.engine.run import finish
 from incvec.errors import ConfigError, DataError
 from incvec.lab import Plane, plane
 from incvec.lab.landscape import draw, landscape
 from incvec.lab.lines import Setting
+from tests.conftest import make_run, quick
 from tests.lab.conftest import Finished
 
 
@@ -81,7 +83,11 @@ def test_the_landscape_of_runs(finished: Finished, few: Dataset, tmp_path: Path)
     assert all(file.stat().st_size > 1000 for file in draw(found, tmp_path / "plane"))
 
 
-def test_planes_that_are_none(finished: Finished, few: Dataset) -> None:
+def test_planes_that_are_none(finished: Finished, few: Dataset, tmp_path: Path) -> None:
+    finish(make_run(few, tmp_path, quick("podnet", "ivt", seed=4, podnet={"epochs": 1})))
+    told = r"differ in their seeds \(3 and 4\).*Run first:\n  incvec run .*--addon ivt .*--seed 3"
+    with pytest.raises(DataError, match=told):
+        landscape(finished.plain, tmp_path, None, few, 1, 4, Setting())
     with pytest.raises(ConfigError, match="take 2 or more"):
         landscape(finished.plain, finished.ivt, None, few, 0, 4, Setting())
     with pytest.raises(DataError, match=r"same add-ons.*Run first:\n  incvec run .*--addon ivt"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,19 @@ def told_setting(found: Mapping[str, Any]) -> str:
     return f"{style.dataset(found['dataset'])}; {images}; BatchNorm statistics {found['batchnorm']}d"
 
 
+def looks(curves: Sequence[Mapping[str, Any]]) -> list[style.Look]:
+    """The look of each curve under its own name; a second one of the same look (another seed) has a spare one."""
+    found: list[style.Look] = []
+    spare = cycle(style.SPARE)
+    for curve in curves:
+        look = style.look(curve["method"], curve["addons"], curve["oracle"])._replace(label=curve["name"])
+        if any((look.colour, look.marker) == (known.colour, known.marker) for known in found):
+            colour, marker = next(spare)
+            look = look._replace(colour=colour, marker=marker)
+        found.append(look)
+    return found
+
+
 def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
     """Above accuracy, below loss; left the tasks learned before the line begins, right those learned after."""
     i, t = found["task_from"], found["task_to"]
@@ -39,8 +53,7 @@ def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
         for place, (key, tasks) in enumerate(columns.items()):
             axes = table[row][place]
             barriers = []
-            for curve in found["curves"]:
-                look = style.look(curve["method"], curve["addons"], curve["oracle"])
+            for curve, look in zip(found["curves"], looks(found["curves"]), strict=True):
                 x, y = curve["distance" if along == "distance" else "x"], curve[what][key]
                 height = curve["barrier"][what][key]
                 barriers.append((f"{height:.1f}" if what == "accuracy" else f"{height:.2f}", look.colour))
@@ -66,8 +79,7 @@ def draw_tradeoff(found: Mapping[str, Any], stem: Path) -> list[Path]:
     figure, table = style.new_figure(1, len(panels), max(5.6, 4.2 * len(panels)), 4.8)
     for panel, axes in zip(panels, table[0], strict=True):
         i, t = panel["task_from"], panel["task_to"]
-        for curve in panel["curves"]:
-            look = style.look(curve["method"], curve["addons"], curve["oracle"])
+        for curve, look in zip(panel["curves"], looks(panel["curves"]), strict=True):
             x, y = curve["accuracy"]["old"], curve["accuracy"]["new"]
             axes.plot(x, y, color=look.colour, linewidth=0.8, alpha=0.35)
             axes.scatter(x, y, color=look.colour, s=16, alpha=0.8, linewidths=0)

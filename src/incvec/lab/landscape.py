@@ -20,7 +20,7 @@ from incvec.lab.figures import told_setting
 from incvec.lab.lines import FORMAT, Setting, Told, checked
 from incvec.lab.planes import Plane, frame, ticks
 from incvec.lab.points import Points
-from incvec.lab.snapshots import command, distance, first_task, run_config, snapshot_model
+from incvec.lab.snapshots import check_seeds, command, distance, first_task, run_config, snapshot_model
 
 
 def landscape(
@@ -44,7 +44,9 @@ def landscape(
             f"{run} and {other} have the same add-ons: the plane needs the plain run and one with an add-on. Run "
             f"first:\n  {command(run_config(run), None, addons=('ivt',))}"
         )
-    for each in checked([run, other], oracle):
+    everyone = checked([run, other], oracle)
+    check_seeds(everyone)
+    for each in everyone:
         if first_task(each) >= task:
             raise ConfigError(
                 f"a plane of task {task + 1} begins at the model after task {task}, and the first snapshot of {each} "

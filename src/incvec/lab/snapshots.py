@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,18 @@ def check_same(one: Path, other: Path) -> None:
             raise DataError(
                 f"{one} and {other} differ in their {what}{told}: their parameters cannot be compared. Run first:\n  "
                 + command(first, **changed)
+            )
+
+
+def check_seeds(runs: Sequence[Path], advice: str = "") -> None:
+    """Refuse runs of several seeds where all are seen from one start: the others never began there."""
+    first = run_config(runs[0])
+    for run in runs[1:]:
+        other = run_config(run)
+        if other.seed != first.seed:
+            raise DataError(
+                f"{runs[0]} and {run} differ in their seeds ({first.seed} and {other.seed}): they did not begin at one "
+                f"model. {advice}Run first:\n  {command(other, None, seed=first.seed)}"
             )
 
 
