@@ -78,7 +78,7 @@ def test_runs_that_began_at_one_snapshot(digits: Dataset, tmp_path: Path) -> Non
     given = ("--ivt", runs.ivt, "--oracle", runs.oracle, "--images", 10, "-o", tmp_path)
     call("plane", runs.plain, *given, "--task", 3, "--size", 3)
     found = written(tmp_path, "plane")
-    assert (found["task"], found["starts_apart"]) == (2, 0)
+    assert (found["task"], [start["to_origin"] for start in found["starts"]]) == (2, [0, 0, 0])
     call("all", runs.plain, *given, "--points", 3, "--size", 3, "--name", "all")
     assert [written(tmp_path, "all-path")[key] for key in ("task_from", "task_to")] == [1, 3]
     assert [panel["task_to"] for panel in written(tmp_path, "all-tradeoff")["panels"]] == [2, 3]

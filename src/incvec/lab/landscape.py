@@ -84,7 +84,10 @@ def landscape(
         mark |= {"accuracy": accuracy[k], "loss": loss[k], "to_origin": distance(origin, states[k], names)}
         if oracle is not None:
             mark["to_oracle"] = distance(states[3], states[k], names)
-    begins = snapshot_model(other, task - 1, dataset, grow_to=task, device=setting.device).state()
+
+    def own_start(each: Path) -> float:
+        begins = snapshot_model(each, task - 1, dataset, grow_to=task, device=setting.device).state()
+        return distance(origin, begins, names)
 
     def grid(values: list[float]) -> list[list[float]]:
         inner = values[len(ends) :]
@@ -96,7 +99,7 @@ def landscape(
         "dataset": dataset.name,
         "task": task,
         "start_run": beginning.name,
-        "starts_apart": distance(origin, begins, names),  # 0 where both runs began at the origin
+        "starts": [{**look_of(each), "to_origin": own_start(each)} for each in everyone],  # 0: began at the origin
         **setting.account(),
         "counts": points.counts,
         "device": str(plain.parts.world.device),
@@ -120,6 +123,16 @@ def look_of(run: Path) -> dict[str, Any]:
         "oracle": config.oracle,
         "run": run.name,
     }
+
+
+def told_starts(found: Mapping[str, Any]) -> str:
+    """Which runs began the task elsewhere than where the plane does, and how far off; nothing where none did."""
+    apart = [each for each in found.get("starts", []) if each["to_origin"] > 0]
+    if not apart:
+        return ""
+    far = ", ".join(f"{each['name']} {each['to_origin']:.2f}" for each in apart)
+    begins = f"the plane begins at the model of {found['marks'][0]['name']} after task {found['task']}"
+    return f"{begins}; other runs had their own, so far from it: {far}"
 
 
 def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
@@ -167,7 +180,7 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     axes.grid(visible=False)
     axes.set_aspect("equal")
     style.legend_below(figure, axes, 1)
-    style.note(figure, told_setting(found))
+    style.note(figure, "; ".join(filter(None, (told_setting(found), told_starts(found)))))
     return style.save(figure, stem)
 
 
