@@ -26,7 +26,7 @@ from incvec.lab import gap as gaps
 from incvec.lab import landscape as landscapes
 from incvec.lab.drawing import findings, leave, redraw
 from incvec.lab.lines import FORMAT, Setting, walk
-from incvec.lab.snapshots import command, first_account, first_task, last_task, run_config
+from incvec.lab.snapshots import check_made, command, first_account, first_task, last_task, run_config
 from incvec.lab.tables import TABLES
 from incvec.records import find_records, read_record
 
@@ -243,6 +243,7 @@ def everything(
     the middle and the last one; the plane is that of the second task. Where a run began at another's snapshot, that
     one's task is the first.
     """
+    landscapes.check_addon(run, ivt)
     first = 1 + max(first_task(each) for each in (run, ivt, oracle))
     final = 1 + last_task(run)
     ends = sorted({first + 1, (first + final + 1) // 2, final})
@@ -250,10 +251,10 @@ def everything(
     prefix = f"{how.name}-" if how.name else ""
     of = {kind: {**vars(how), "name": prefix + kind} for kind in ("path", "tradeoff", "plane", "curvature")}
     line: dict[str, Any] = {"axis": AxisChoice.distance, "task_from": first, "task_to": None, "points": points}
-    path(runs=[run], ivt=ivt, **given, **line, **of["path"])
+    path(runs=[run, ivt], ivt=None, **given, **line, **of["path"])
     again = {**of["path"], "name": f"{prefix}recalibrated-path", "batchnorm": NormChoice.recalibrate}
-    path(runs=[run], ivt=ivt, **given, **line, **again)
-    tradeoff(runs=[run], ivt=ivt, **given, task_from=first, task_to=ends, points=points, **of["tradeoff"])
+    path(runs=[run, ivt], ivt=None, **given, **line, **again)
+    tradeoff(runs=[run, ivt], ivt=None, **given, task_from=first, task_to=ends, points=points, **of["tradeoff"])
     plane(run=run, ivt=ivt, **given, task=first + 1, size=size, margin=0.25, **of["plane"])
     gap([each / "record.json" for each in (run, ivt, oracle, joint) if each is not None], how.out, f"{prefix}gap")
     if "ivt" in run_config(ivt).addons:  # last: it alone asks for more than weights
@@ -308,8 +309,7 @@ def with_ivt(runs: Sequence[Path], ivt: Path | None) -> list[Path]:
         return list(runs)
     first = run_config(runs[0])
     wanted = command(first, None, addons=(*(name for name in first.addons if name != "ivt"), "ivt"))
-    if not (ivt / "snapshots").is_dir():
-        raise DataError(f"there are no snapshots in {ivt}: that run was never made. Run first:\n  {wanted}")
+    check_made(ivt, wanted)
     if "ivt" not in run_config(ivt).addons:
         raise DataError(f"{ivt} was trained without the add-on ivt. Run first:\n  {wanted}")
     return [*runs, ivt]

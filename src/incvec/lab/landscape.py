@@ -20,7 +20,17 @@ from incvec.lab.figures import told_setting
 from incvec.lab.lines import FORMAT, Setting, Told, checked
 from incvec.lab.planes import Plane, frame, ticks
 from incvec.lab.points import Points
-from incvec.lab.snapshots import check_seeds, command, distance, first_task, run_config, snapshot_model
+from incvec.lab.snapshots import (
+    check_made,
+    check_seeds,
+    command,
+    distance,
+    first_task,
+    kept,
+    read_snapshot,
+    run_config,
+    snapshot_model,
+)
 
 
 def landscape(
@@ -39,11 +49,7 @@ def landscape(
         raise ConfigError(f"a plane of task {task + 1} is not possible: it begins at the task before; take 2 or more.")
     if size < 2:
         raise ConfigError(f"a grid of {size} by {size} points is not possible: take 2 or more.")
-    if run_config(run).addons == run_config(other).addons:
-        raise DataError(
-            f"{run} and {other} have the same add-ons: the plane needs the plain run and one with an add-on. Run "
-            f"first:\n  {command(run_config(run), None, addons=('ivt',))}"
-        )
+    check_addon(run, other)
     everyone = checked([run, other], oracle)
     check_seeds(everyone)
     for each in everyone:
@@ -52,6 +58,8 @@ def landscape(
                 f"a plane of task {task + 1} begins at the model after task {task}, and the first snapshot of {each} "
                 f"is that after task {first_task(each) + 1}: take {first_task(each) + 2} or more."
             )
+        if task not in kept(each):
+            read_snapshot(each, task)  # says what is missing
     began = time.monotonic()
     beginning = oracle if oracle is not None and setting.start == "oracle" else run
     origin = snapshot_model(beginning, task - 1, dataset, grow_to=task, device=setting.device).state()
@@ -112,6 +120,18 @@ def landscape(
         "accuracy": grid(accuracy),
         "marks": marks,
     }
+
+
+def check_addon(run: Path, other: Path) -> None:
+    """Refuse a second run that is not there, or that has no add-on the first has not."""
+    config = run_config(run)
+    others = tuple(name for name in config.addons if name != "ivt")
+    check_made(other, command(config, other, addons=(*others, "ivt")))
+    if config.addons == run_config(other).addons:
+        raise DataError(
+            f"{run} and {other} have the same add-ons: the plain run is needed, and one with an add-on. Run "
+            f"first:\n  {command(config, None, addons=('ivt',))}"
+        )
 
 
 def look_of(run: Path) -> dict[str, Any]:

@@ -56,7 +56,26 @@ def snapshot_file(run: str | Path, task: int) -> Path:
 
 def kept(run: str | Path) -> list[int]:
     """The tasks a run has snapshots of, in order, counted from 0; one that began at another's has none before it."""
-    return sorted(int(file.stem.removeprefix("task-")) for file in (Path(run) / "snapshots").glob("task-*.safetensors"))
+    folder = Path(run) / "snapshots"
+    if not folder.is_dir():
+        check_folder(Path(run))
+    return sorted(int(file.stem.removeprefix("task-")) for file in folder.glob("task-*.safetensors"))
+
+
+def check_folder(given: Path) -> None:
+    """Refuse a file of a run, its snapshots or a folder of many, which are there but are no run's folder."""
+    if given.exists():
+        near = [*list(given.parents)[:2], *(inner.parent for inner in sorted(given.glob("*/snapshots")))]
+        runs = [folder for folder in near if (folder / "snapshots").is_dir()]
+        if runs or given.is_file():
+            told = f", such as {runs[0]}" if runs else ""
+            raise DataError(f"{given} is not the folder of a run: the one that holds snapshots is expected{told}.")
+
+
+def check_made(run: Path, wanted: str) -> None:
+    """Refuse a run that is not there, with the command that makes it."""
+    if not kept(run):
+        raise DataError(f"there are no snapshots in {run}: that run was never made. Run first:\n  {wanted}")
 
 
 def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -147,7 +166,7 @@ def snapshot_model(
     """
     tensors, meta = read_snapshot(run, task)
     config = resolve(meta["config"])
-    where = torch.device(device) if device is not None else pick_device(config.device)
+    where = pick_device(config.device if device is None else str(device))
     parts = build(config, dataset, torch.Generator(where), where)
     if parts.order != meta["class_order"]:
         file = snapshot_file(run, task)
