@@ -6,14 +6,17 @@ import math
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.offsetbox import AnchoredOffsetbox
+from matplotlib.text import Text
 
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.errors import ConfigError, DataError
-from incvec.lab import barrier, snapshot_model
+from incvec.lab import barrier, snapshot_model, style
 from incvec.lab.figures import draw_path, draw_tradeoff, looks, named
 from incvec.lab.lines import Setting, fit, walk
 from incvec.lab.snapshots import command, last_task, run_config
@@ -167,6 +170,28 @@ def test_the_command_of_a_run_makes_that_run(finished: Finished) -> None:
     assert words[-2:] == ["--out", "out"]
     subset = resolve({"method": "podnet", "dataset": "imagenet-subset", "class_list": "cmc", "held_out": 5})
     assert {'class_list="cmc"', "held_out=5"} == {word for word in shlex.split(command(subset)) if "_" in word}
+
+
+def test_words_of_the_figures(
+    finished: Finished, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Barriers have their run's marker and stay clear of the title; a minus is put into numbers, not into names."""
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, stem: figures.append(figure))
+    found = walk([finished.plain, finished.ivt], finished.oracle, few, 0, None, Setting(points=3))
+    found["curves"][1] |= {"name": "a-b", "fit": {"slope": -2.0, "intercept": 0.0, "r2": 1.0}}
+    draw_tradeoff({"panels": [found]}, tmp_path)
+    texts = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert texts[1] == "a-b: linear fit, slope −2.00, r² 1.00"
+    for count in (1, 2):
+        draw_path({**found, "curves": found["curves"] * count}, tmp_path)
+        figures[-1].draw_without_rendering()
+        axes = figures[-1].axes[1]
+        row = next(child for child in axes.get_children() if isinstance(child, AnchoredOffsetbox))
+        words = [text.get_text() for text in row.findobj(Text)]
+        assert [word[0] for word in words[1:4]] == ["■", "●", "★"]
+        assert all(word[1] == " " and float(word[2:]) >= 0 for word in words[1:])
+        assert axes.get_title(loc="left").endswith("\n") == (count == 2)  # six have a line of their own
 
 
 def test_names_of_tasks() -> None:

@@ -10,6 +10,12 @@ from typing import Any
 from incvec.lab import style
 
 RED = "#CC0000"
+BESIDE = 3  # as many barriers stand beside a title; more have a line of their own under it
+# Markers as letters, for numbers beside a title.
+GLYPHS = {
+    "s": "■", "o": "●", "*": "★", "^": "▲", "v": "▼", "<": "◀", ">": "▶", "D": "◆", "d": "♦", "X": "✖", "P": "✚",
+    "p": "⬟", "h": "⬢", "H": "⬣", "8": "⬤", "1": "Y",
+}  # fmt: skip
 
 
 def named(tasks: Sequence[int]) -> str:
@@ -56,7 +62,8 @@ def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
             for curve, look in zip(found["curves"], looks(found["curves"]), strict=True):
                 x, y = curve["distance" if along == "distance" else "x"], curve[what][key]
                 height = curve["barrier"][what][key]
-                barriers.append((f"{height:.1f}" if what == "accuracy" else f"{height:.2f}", look.colour))
+                number = f"{height:.1f}" if what == "accuracy" else f"{height:.2f}"
+                barriers.append((f"{GLYPHS.get(look.marker, look.marker)} {number}", look.colour))
                 axes.plot(
                     x, y, color=look.colour, dashes=look.dashes or (None, None), linewidth=2, label=look.label,
                     marker=look.marker, markevery=[len(x) - 1], markersize=look.size + 2, markeredgecolor="white",
@@ -66,6 +73,7 @@ def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
                 axes.plot(x[0], y[0], color="black", marker="o", markersize=5.5, linestyle="", label=start, zorder=4)
             below = "distance from the start (λ)" if along == "distance" else "share of the way"
             title = f"Accuracy on {tasks}, %" if what == "accuracy" else f"Loss on {tasks}"
+            title += "\n" if len(barriers) > BESIDE else ""
             style.tidy(axes, title, below if row == 1 else "")
             style.coloured_words(axes, [("barrier", "#555555"), *barriers])
     style.legend_below(figure, table[0][0])
@@ -90,11 +98,12 @@ def draw_tradeoff(found: Mapping[str, Any], stem: Path) -> list[Path]:
                     ends, [curve["fit"]["intercept"] + slope * v for v in ends], color=look.colour,
                     dashes=(4, 1.5), linewidth=1.6,
                 )  # fmt: skip
-            told = "no linear fit" if slope is None else f"linear fit, slope {slope:.2f}, r² {r2 or 0:.2f}"
+            number = f"{slope or 0:.2f}".replace("-", "−")
+            told = "no linear fit" if slope is None else f"linear fit, slope {number}, r² {r2 or 0:.2f}"
             axes.plot(x[0], y[0], color="black", marker="o", markersize=6, zorder=3)
             axes.plot(
                 x[-1], y[-1], color=look.colour, marker=look.marker, markersize=look.size + 3, linestyle="",
-                markeredgecolor=RED, markeredgewidth=1.2, zorder=4, label=f"{look.label}: {told}".replace("-", "−"),
+                markeredgecolor=RED, markeredgewidth=1.2, zorder=4, label=f"{look.label}: {told}",
             )  # fmt: skip
         style.tidy(
             axes, f"From task {i + 1} to task {t + 1}", f"accuracy on {named(range(i + 1))}, %",
