@@ -34,6 +34,14 @@ def train(data: Dataset, folder: Path, **given: Any) -> Finished:
     return Finished(folder / "plain", folder / "ivt", folder / "oracle", records)
 
 
+def begun(data: Dataset, folder: Path, **given: Any) -> Finished:
+    """Three runs begun at one snapshot, that of a run with IVT after its second task."""
+    own = given.get("podnet", LONGER)
+    whole = make_run(data, folder / "whole", quick("podnet", "ivt", **{**given, "seed": 3, "podnet": own}))
+    finish(whole)
+    return train(data, folder, start=str(whole.snapshot_path(1)), **given)
+
+
 @pytest.fixture(scope="session")
 def finished(few: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return train(few, tmp_path_factory.mktemp("lab"))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from incvec.cli import app
 from incvec.data import Dataset
+from incvec.engine.run import finish
 from incvec.lab import drawing
-from tests.lab.conftest import Finished, train
+from tests.conftest import make_run, quick
+from tests.lab.conftest import Finished, begun, train
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,26 @@ def test_plane(runs: Finished, tmp_path: Path) -> None:
     assert len(written(tmp_path, "plane")["marks"]) == 4
 
 
+def test_runs_that_began_at_one_snapshot(digits: Dataset, tmp_path: Path) -> None:
+    """They have no first task; every command goes on from the snapshot they share."""
+    runs = begun(digits, tmp_path, base_classes=4, tasks=3, podnet={"epochs": 1, "batch_size": 64})
+    assert sorted(file.name[:7] for file in (runs.plain / "snapshots").iterdir()) == ["task-01", "task-02", "task-03"]
+    given = ("--ivt", runs.ivt, "--oracle", runs.oracle, "--images", 10, "-o", tmp_path)
+    call("plane", runs.plain, *given, "--task", 3, "--size", 3)
+    found = written(tmp_path, "plane")
+    assert (found["task"], [start["to_origin"] for start in found["starts"]]) == (2, [0, 0, 0])
+    call("all", runs.plain, *given, "--points", 3, "--size", 3, "--name", "all")
+    assert [written(tmp_path, "all-path")[key] for key in ("task_from", "task_to")] == [1, 3]
+    assert [panel["task_to"] for panel in written(tmp_path, "all-tradeoff")["panels"]] == [2, 3]
+    assert written(tmp_path, "all-plane")["task"] == 2
+    assert [row["task"] for row in written(tmp_path, "all-curvature")["tasks"]] == [2, 3]
+    for words, told in (
+        (["plane", runs.plain, *given], "first snapshot of .* is that after task 2: take 3 or more"),
+        (["path", runs.plain, *given], "no model after task 1 in .*: its first snapshot is that after task 2"),
+    ):
+        assert re.search(told, refused(*words))
+
+
 def test_gap(runs: Finished, tmp_path: Path) -> None:
     shown = call("gap", runs.plain, runs.ivt, runs.oracle, "-o", tmp_path)
     assert "gap closed" in shown
@@ -118,10 +142,44 @@ def test_numbers_are_written_row_by_row() -> None:
     assert "  [1, 2],\n" in text
 
 
+def refused(*words: Any) -> str:
+    result = CliRunner().invoke(app, ["lab", *map(str, words)], env={"COLUMNS": "1000"})
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)  # a message, no traceback
+    return result.output
+
+
+def test_any_addon_beside_the_plain_run(runs: Finished, digits: Dataset, tmp_path: Path) -> None:
+    own = {"podnet": {"epochs": 1, "batch_size": 64}, "seed": 3, "base_classes": 6}
+    finish(make_run(digits, tmp_path / "eopc", quick("podnet", "eopc", **own)))
+    given = ("--points", 2, "--size", 2, "--images", 5, "-o", tmp_path)
+    call("all", runs.plain, "--ivt", tmp_path / "eopc", "--oracle", runs.oracle, *given)
+    names = [curve["name"] for curve in written(tmp_path, "path")["curves"]]
+    assert names == ["PODNet", "PODNet + EOPC", "PODNet oracle"]
+    assert not (tmp_path / "curvature.json").exists()  # it is IVT's Fisher that is looked at there
+
+
 def test_errors_are_one_message(runs: Finished, tmp_path: Path) -> None:
     for words in (["--ivt", tmp_path / "none"], ["--ivt", runs.plain], ["--oracle", tmp_path / "none"]):
-        result = CliRunner().invoke(app, ["lab", "path", str(runs.plain), *map(str, words)])
-        assert result.exit_code == 1
-        assert "Run first" in result.output
-        assert "incvec run --method podnet" in result.output
-        assert "Traceback" not in result.output
+        told = refused("path", runs.plain, *words)
+        assert "Run first" in told
+        assert "incvec run --method podnet" in told
+    for kind in ("plane", "all"):
+        told = refused(kind, runs.plain, "--ivt", tmp_path / "none", "--oracle", runs.oracle)
+        assert "never made. Run first:\n  incvec run --method podnet --addon ivt" in told
+    assert "there is no task 9 in" in refused("plane", runs.plain, "--ivt", runs.ivt, "--task", 9)
+
+
+def test_a_device_that_is_not_there(runs: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "device 'foo' is not known; expected auto, cpu" in refused("path", runs.plain, "--device", "foo")
+    assert "sees no CUDA device here" in refused("path", runs.plain, "--device", "cuda")
+
+
+def test_what_is_no_runs_folder(runs: Finished) -> None:
+    """A folder of runs, a run's record, its snapshots: the folder of a run is named instead."""
+    for given in (runs.plain.parent, runs.plain / "record.json", runs.plain / "snapshots"):
+        told = refused("path", given)
+        assert "is not the folder of a run" in told
+        assert f"such as {runs.ivt if given == runs.plain.parent else runs.plain}." in told
+    assert "is not the folder of a run" in refused("path", runs.plain, "--oracle", runs.oracle / "record.json")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from incvec.data import Dataset
 from incvec.engine.files import read_tensors
 from incvec.engine.run import finish
 from incvec.errors import DataError
-from incvec.lab.curvature import by_part, curvature, draw, part_of, quadratic
+from incvec.lab import style
+from incvec.lab.curvature import by_part, curvature, draw, part_of, place, quadratic
 from incvec.lab.lines import Setting
 from tests.conftest import make_run, quick
 from tests.lab.conftest import LONGER, Finished
@@ -37,6 +40,7 @@ def test_parts_by_hand() -> None:
     assert found["head"] == {"fisher_ratio": None, "scale": 1.0, "distance": 12.0}
     assert found["all"]["distance"] == 13.0
     assert part_of("backbone.stem.conv.weight") == "stem"
+    assert sorted(["head", "blocks.10", "blocks.2", "stem"], key=place) == ["stem", "blocks.2", "blocks.10", "head"]
 
 
 def test_weights_that_were_not_trained_have_no_part(finished: Finished, few: Dataset) -> None:
@@ -70,6 +74,35 @@ def test_a_run_with_ivt(finished: Finished, few: Dataset, tmp_path: Path) -> Non
     assert row["measured"][0] == 0.0
     assert row["counts"] == finished.records["ivt"]["test_counts"][:2]
     assert all(file.stat().st_size > 1000 for file in draw(found, tmp_path / "curvature"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 25])
+def test_a_figure_of_many_tasks(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of all tasks are there, though the first trained the head alone; panels go into rows, side by side."""
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, stem: figures.append(figure))
+    part = {"fisher_ratio": 2.0, "scale": 0.7, "distance": 1.0}
+    line = {"x": [0.0, 1.0], "measured": [0.0, 2.0], "predicted": [0.0, 1.0], "predicted_per_sample": None}
+    names = [["all", "head"]] * (count > 1)
+    names += [["all", "stages.1", "stem", "head", "stages.0"]] * (count - len(names))
+    tasks = [{"task": t, "parts": dict.fromkeys(each, part), **line} for t, each in enumerate(names, start=1)]
+    found = {
+        "dataset": "digits", "name": "SSRE + IVT", "method": "ssre", "addons": ["ivt"], "images_per_task": None,
+        "batchnorm": "interpolate", "tasks": tasks,
+    }  # fmt: skip
+    draw(found, tmp_path / "curvature")
+    figure = figures[0]
+    figure.draw_without_rendering()
+    left, right, *panels = figure.axes
+    assert [text.get_text() for text in left.get_xticklabels()] == ["stem", "stage 1", "stage 2", "head"]
+    assert figure.get_figwidth() <= 13
+    shown = [axes.get_window_extent() for axes in panels if axes.get_visible()]
+    assert len(shown) == count
+    assert min(box.width for box in shown) > 150  # of 1950
+    keys = [right.get_legend().get_window_extent(), figure.subfigs[1].legends[0].get_window_extent()]
+    boxes = [left.get_window_extent(), right.get_window_extent(), *shown, *keys]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert max(box.x1 for box in boxes) <= figure.bbox.x1
 
 
 def test_kernel_blocks(few: Dataset, tmp_path: Path) -> None:

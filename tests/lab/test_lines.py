@@ -6,17 +6,20 @@ import math
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.offsetbox import AnchoredOffsetbox
+from matplotlib.text import Text
 
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.errors import ConfigError, DataError
-from incvec.lab import barrier, snapshot_model
-from incvec.lab.figures import draw_path, draw_tradeoff, named
+from incvec.lab import barrier, snapshot_model, style
+from incvec.lab.figures import draw_path, draw_tradeoff, looks, named
 from incvec.lab.lines import Setting, fit, walk
-from incvec.lab.snapshots import command, run_config
+from incvec.lab.snapshots import command, last_task, run_config
 from incvec.presets import resolve
 from tests.conftest import make_run, quick
 from tests.lab.conftest import Finished
@@ -94,8 +97,30 @@ def test_a_line_starts_at_the_oracles_model_or_at_its_own(finished: Finished, fe
     assert lengths["oracle"] != lengths["own"]
 
 
+def test_seeds_are_not_mixed_silently(finished: Finished, few: Dataset, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    finish(make_run(few, other, quick("podnet", seed=4, podnet={"epochs": 1})))
+    told = r"differ in their seeds \(3 and 4\).*--start own.*Run first:\n  incvec run --method podnet .*--seed 3"
+    with pytest.raises(DataError, match=told):
+        walk([finished.plain, other], finished.oracle, few, 0, 2, Setting(points=2))
+    found = walk([finished.plain, other], finished.oracle, few, 0, 2, Setting(points=2, start="own"))
+    assert [curve["name"] for curve in found["curves"]] == ["PODNet, seed 3", "PODNet, seed 4", "PODNet oracle, seed 3"]
+    drawn = looks(found["curves"])
+    assert [look.label for look in drawn] == [curve["name"] for curve in found["curves"]]
+    assert len({(look.colour, look.marker) for look in drawn}) == 3
+    again = shutil.copytree(finished.plain, tmp_path / "again")
+    found = walk([finished.plain, again], None, few, 0, 2, Setting(points=2))
+    assert [curve["name"] for curve in found["curves"]] == ["PODNet (plain)", "PODNet (again)"]
+
+
 def test_without_an_oracle_lines_start_at_their_own(finished: Finished, few: Dataset) -> None:
     assert walk([finished.ivt], None, few, 0, 1, Setting(points=2))["start"] == "own"
+
+
+def test_the_last_task_is_the_highest(finished: Finished, tmp_path: Path) -> None:
+    gap = shutil.copytree(finished.plain, tmp_path / "gap")
+    (gap / "snapshots" / "task-01.safetensors").unlink()
+    assert last_task(gap) == 2
 
 
 def test_errors_name_the_command_to_run_first(finished: Finished, few: Dataset, tmp_path: Path) -> None:
@@ -145,6 +170,28 @@ def test_the_command_of_a_run_makes_that_run(finished: Finished) -> None:
     assert words[-2:] == ["--out", "out"]
     subset = resolve({"method": "podnet", "dataset": "imagenet-subset", "class_list": "cmc", "held_out": 5})
     assert {'class_list="cmc"', "held_out=5"} == {word for word in shlex.split(command(subset)) if "_" in word}
+
+
+def test_words_of_the_figures(
+    finished: Finished, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Barriers have their run's marker and stay clear of the title; a minus is put into numbers, not into names."""
+    figures: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, stem: figures.append(figure))
+    found = walk([finished.plain, finished.ivt], finished.oracle, few, 0, None, Setting(points=3))
+    found["curves"][1] |= {"name": "a-b", "fit": {"slope": -2.0, "intercept": 0.0, "r2": 1.0}}
+    draw_tradeoff({"panels": [found]}, tmp_path)
+    texts = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert texts[1] == "a-b: linear fit, slope −2.00, r² 1.00"
+    for count in (1, 2):
+        draw_path({**found, "curves": found["curves"] * count}, tmp_path)
+        figures[-1].draw_without_rendering()
+        axes = figures[-1].axes[1]
+        row = next(child for child in axes.get_children() if isinstance(child, AnchoredOffsetbox))
+        words = [text.get_text() for text in row.findobj(Text)]
+        assert [word[0] for word in words[1:4]] == ["■", "●", "★"]
+        assert all(word[1] == " " and float(word[2:]) >= 0 for word in words[1:])
+        assert axes.get_title(loc="left").endswith("\n") == (count == 2)  # six have a line of their own
 
 
 def test_names_of_tasks() -> None:

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from incvec.data import Dataset
+from incvec.engine.run import finish
 from incvec.errors import ConfigError, DataError
-from incvec.lab import Plane, plane
-from incvec.lab.landscape import draw, landscape
+from incvec.lab import Plane, plane, snapshot_model
+from incvec.lab.landscape import draw, landscape, told_starts
 from incvec.lab.lines import Setting
+from incvec.lab.tables import plane_table
+from tests.conftest import make_run, quick
 from tests.lab.conftest import Finished
 
 
@@ -66,7 +69,8 @@ def test_a_quadratic_on_a_plane_is_its_closed_form() -> None:
 def test_the_landscape_of_runs(finished: Finished, few: Dataset, tmp_path: Path) -> None:
     found = landscape(finished.plain, finished.ivt, finished.oracle, few, 1, 4, Setting())
     marks = {mark["role"]: mark for mark in found["marks"]}
-    assert found["starts_apart"] == 0  # all begin the second task at the same model
+    assert [start["to_origin"] for start in found["starts"]] == [0, 0, 0]  # all begin at the same model
+    assert told_starts(found) == ""
     counts = finished.records["plain"]["test_counts"]
     for role, name in (("second", "plain"), ("first", "ivt"), ("oracle", "oracle")):
         row = finished.records[name]["classifiers"]["cnn"]["accuracy"][1]
@@ -81,7 +85,27 @@ def test_the_landscape_of_runs(finished: Finished, few: Dataset, tmp_path: Path)
     assert all(file.stat().st_size > 1000 for file in draw(found, tmp_path / "plane"))
 
 
-def test_planes_that_are_none(finished: Finished, few: Dataset) -> None:
+def test_each_runs_own_start_is_told(finished: Finished, few: Dataset, tmp_path: Path) -> None:
+    """From the third task on every run has begun at a model of its own; the plane begins at the oracle's."""
+    found = landscape(finished.plain, finished.ivt, finished.oracle, few, 2, 2, Setting())
+    models = [snapshot_model(run, 1, few, grow_to=2).model for run in finished[:3]]
+    for model, start in zip(models, found["starts"], strict=True):
+        pairs = zip(models[2].parameters(), model.parameters(), strict=True)
+        square = sum(float((p - q).detach().double().square().sum()) for p, q in pairs)
+        assert start["to_origin"] == pytest.approx(square**0.5)
+    plain, ivt, _ = (f"{start['to_origin']:.2f}" for start in found["starts"])
+    told = told_starts(found)
+    assert "begins at the model of PODNet oracle after task 2" in told
+    assert told.endswith(f": PODNet {plain}, PODNet + IVT {ivt}")
+    assert plane_table(found).caption == told
+    draw(found, tmp_path / "plane")
+
+
+def test_planes_that_are_none(finished: Finished, few: Dataset, tmp_path: Path) -> None:
+    finish(make_run(few, tmp_path, quick("podnet", "ivt", seed=4, podnet={"epochs": 1})))
+    told = r"differ in their seeds \(3 and 4\).*Run first:\n  incvec run .*--addon ivt .*--seed 3"
+    with pytest.raises(DataError, match=told):
+        landscape(finished.plain, tmp_path, None, few, 1, 4, Setting())
     with pytest.raises(ConfigError, match="take 2 or more"):
         landscape(finished.plain, finished.ivt, None, few, 0, 4, Setting())
     with pytest.raises(DataError, match=r"same add-ons.*Run first:\n  incvec run .*--addon ivt"):

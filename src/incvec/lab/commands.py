@@ -26,7 +26,7 @@ from incvec.lab import gap as gaps
 from incvec.lab import landscape as landscapes
 from incvec.lab.drawing import findings, leave, redraw
 from incvec.lab.lines import FORMAT, Setting, walk
-from incvec.lab.snapshots import command, last_task, read_snapshot, run_config
+from incvec.lab.snapshots import check_made, command, first_account, first_task, last_task, run_config
 from incvec.lab.tables import TABLES
 from incvec.records import find_records, read_record
 
@@ -240,19 +240,22 @@ def everything(
 
     The path goes from the first task to the last one, and once more with BatchNorm's statistics measured at every
     point (NAME-recalibrated-path), since a barrier may be one of statistics alone; the trade-off goes to the second,
-    the middle and the last one; the plane is that of the second task.
+    the middle and the last one; the plane is that of the second task. Where a run began at another's snapshot, that
+    one's task is the first.
     """
-    final = last_task(run)
-    ends = sorted({2, 1 + (final + 1) // 2, final + 1})
+    landscapes.check_addon(run, ivt)
+    first = 1 + max(first_task(each) for each in (run, ivt, oracle))
+    final = 1 + last_task(run)
+    ends = sorted({first + 1, (first + final + 1) // 2, final})
     given: dict[str, Any] = {"oracle": oracle, "start": StartChoice.oracle}
     prefix = f"{how.name}-" if how.name else ""
     of = {kind: {**vars(how), "name": prefix + kind} for kind in ("path", "tradeoff", "plane", "curvature")}
-    line: dict[str, Any] = {"axis": AxisChoice.distance, "task_from": 1, "task_to": None, "points": points}
-    path(runs=[run], ivt=ivt, **given, **line, **of["path"])
+    line: dict[str, Any] = {"axis": AxisChoice.distance, "task_from": first, "task_to": None, "points": points}
+    path(runs=[run, ivt], ivt=None, **given, **line, **of["path"])
     again = {**of["path"], "name": f"{prefix}recalibrated-path", "batchnorm": NormChoice.recalibrate}
-    path(runs=[run], ivt=ivt, **given, **line, **again)
-    tradeoff(runs=[run], ivt=ivt, **given, task_from=1, task_to=ends, points=points, **of["tradeoff"])
-    plane(run=run, ivt=ivt, **given, task=2, size=size, margin=0.25, **of["plane"])
+    path(runs=[run, ivt], ivt=None, **given, **line, **again)
+    tradeoff(runs=[run, ivt], ivt=None, **given, task_from=first, task_to=ends, points=points, **of["tradeoff"])
+    plane(run=run, ivt=ivt, **given, task=first + 1, size=size, margin=0.25, **of["plane"])
     gap([each / "record.json" for each in (run, ivt, oracle, joint) if each is not None], how.out, f"{prefix}gap")
     if "ivt" in run_config(ivt).addons:  # last: it alone asks for more than weights
         curvature(run=ivt, points=11, **of["curvature"])
@@ -306,8 +309,7 @@ def with_ivt(runs: Sequence[Path], ivt: Path | None) -> list[Path]:
         return list(runs)
     first = run_config(runs[0])
     wanted = command(first, None, addons=(*(name for name in first.addons if name != "ivt"), "ivt"))
-    if not (ivt / "snapshots").is_dir():
-        raise DataError(f"there are no snapshots in {ivt}: that run was never made. Run first:\n  {wanted}")
+    check_made(ivt, wanted)
     if "ivt" not in run_config(ivt).addons:
         raise DataError(f"{ivt} was trained without the add-on ivt. Run first:\n  {wanted}")
     return [*runs, ivt]
@@ -315,8 +317,7 @@ def with_ivt(runs: Sequence[Path], ivt: Path | None) -> list[Path]:
 
 def data_of(run: Path, root: Path | None) -> Dataset:
     """The data set a run was trained on, the same images."""
-    meta = read_snapshot(run, 0)[1]
-    config = run_config(run)
+    meta, config = first_account(run), run_config(run)
     data = load_dataset(config.dataset, root, **config.data_options())
     if data.fingerprint != meta["fingerprint"]:
         raise DataError(f"{run} was trained on other images than those of {config.dataset} in {root}.")

@@ -30,9 +30,11 @@ from incvec.lab.figures import told_setting
 from incvec.lab.lines import FORMAT, Setting, Told
 from incvec.lab.paths import State, positions
 from incvec.lab.points import Points
-from incvec.lab.snapshots import Rebuilt, command, distance, last_task, run_config, snapshot_model
+from incvec.lab.snapshots import Rebuilt, command, distance, first_task, last_task, run_config, snapshot_model
 
 CUMULATIVE = "ivt/cumulative/"
+COLUMNS = 5  # panels beside one another
+LEGEND_ROWS = 12
 
 
 def curvature(run: Path, dataset: Dataset, setting: Setting, told: Told | None = None) -> dict[str, Any]:
@@ -43,13 +45,13 @@ def curvature(run: Path, dataset: Dataset, setting: Setting, told: Told | None =
             f"{run} was trained without the add-on ivt, whose Fisher is looked at here. Run first:\n  "
             + command(config, None, addons=(*config.addons, "ivt"))
         )
-    final = last_task(run)
-    if final < 1:
+    first, final = first_task(run), last_task(run)
+    if final == first:
         raise DataError(f"{run} has a single snapshot: nothing came after. Finish it first:\n  {command(config, run)}")
     began = time.monotonic()
-    before = snapshot_model(run, 0, dataset, device=setting.device)
+    before = snapshot_model(run, first, dataset, device=setting.device)
     tasks = []
-    for task in range(1, final + 1):
+    for task in range(first + 1, final + 1):
         after = snapshot_model(run, task, dataset, device=setting.device)
         past, now = fishers(before), fishers(after)
         start = snapshot_model(run, task - 1, dataset, grow_to=task, device=setting.device).state()
@@ -170,12 +172,17 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     from matplotlib import colormaps
 
     tasks = found["tasks"]
-    figure, _ = style.new_figure(0, 0, max(9.0, 2.6 * len(tasks)), 6.8)
-    above, below = figure.subfigures(2, 1)
+    columns = min(len(tasks), COLUMNS)
+    rows = -(-len(tasks) // columns)
+    heights = (3.4, 2.6 * rows + 0.8)
+    figure, _ = style.new_figure(0, 0, max(9.0, 2.6 * columns), sum(heights))
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
     left, right = above.subplots(1, 2)
-    panels = below.subplots(1, len(tasks), squeeze=False)[0]
+    panels = below.subplots(rows, columns, squeeze=False).flatten()
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
     shades = colormaps[style.SEQUENTIAL]
-    parts = sorted((part for part in tasks[0]["parts"] if part != "all"), key=place)
+    parts = sorted({part for row in tasks for part in row["parts"] if part != "all"}, key=place)
     for number, row in enumerate(tasks):
         colour = shades(0.9 * number / max(1, len(tasks) - 1))
         for axes, key in ((left, "fisher_ratio"), (right, "scale")):
@@ -188,24 +195,27 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     for axes in (left, right):
         names = [f"stage {int(part.rpartition('.')[2]) + 1}" if part.startswith("stages.") else part for part in parts]
         axes.set_xticks(range(len(parts)), names, fontsize=9)
-    right.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    right.legend(
+        frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=-(-len(tasks) // LEGEND_ROWS)
+    )
     look = style.look(found["method"], found["addons"])
     kinds = [("predicted", "predicted, ½ d'Fd", (1.0, 1.5)), ("predicted_per_sample", "½ d'(B·F)d", (5.0, 2.0))]
-    for row, axes in zip(tasks, panels, strict=True):
+    for row, axes in zip(tasks, panels, strict=False):
         for key, name, dashes in kinds:
             if row[key] is not None:
                 axes.plot(row["x"], row[key], color=style.GREY, dashes=dashes, linewidth=1.8, label=name)
         axes.plot(row["x"], row["measured"], color=look.colour, marker=look.marker, markersize=4, label="measured")
         style.tidy(axes, f"On the way to task {row['task'] + 1}", "share of the way")
         axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
-    panels[0].set_ylabel("change of the old tasks' test loss", fontsize=9.5)
+    for axes in panels[::columns]:
+        axes.set_ylabel("change of the old\ntasks' test loss", fontsize=9.5)
     style.legend_below(below, panels[0])
     style.note(figure, f"{found['name']}, {told_setting(found)}")
     return style.save(figure, stem)
 
 
-def place(part: str) -> tuple[int, str]:
-    """The order of a network: stem, stages, head."""
-    order = ("stem", "stages", "head")
-    kind = part.partition(".")[0]
-    return (order.index(kind) if kind in order else len(order), part)
+def place(part: str) -> tuple[int, int, str]:
+    """The order of a network: stem, stages or blocks by their numbers, head."""
+    order = ("stem", "stages", "blocks", "head")
+    kind, _, number = part.partition(".")
+    return (order.index(kind) if kind in order else len(order), int(number) if number.isdigit() else 0, part)

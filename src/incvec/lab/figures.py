@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from incvec.lab import style
 
 RED = "#CC0000"
+BESIDE = 3  # as many barriers stand beside a title; more have a line of their own under it
+# Markers as letters, for numbers beside a title.
+GLYPHS = {
+    "s": "■", "o": "●", "*": "★", "^": "▲", "v": "▼", "<": "◀", ">": "▶", "D": "◆", "d": "♦", "X": "✖", "P": "✚",
+    "p": "⬟", "h": "⬢", "H": "⬣", "8": "⬤", "1": "Y",
+}  # fmt: skip
 
 
 def named(tasks: Sequence[int]) -> str:
@@ -29,6 +36,19 @@ def told_setting(found: Mapping[str, Any]) -> str:
     return f"{style.dataset(found['dataset'])}; {images}; BatchNorm statistics {found['batchnorm']}d"
 
 
+def looks(curves: Sequence[Mapping[str, Any]]) -> list[style.Look]:
+    """The look of each curve under its own name; a second one of the same look (another seed) has a spare one."""
+    found: list[style.Look] = []
+    spare = cycle(style.SPARE)
+    for curve in curves:
+        look = style.look(curve["method"], curve["addons"], curve["oracle"])._replace(label=curve["name"])
+        if any((look.colour, look.marker) == (known.colour, known.marker) for known in found):
+            colour, marker = next(spare)
+            look = look._replace(colour=colour, marker=marker)
+        found.append(look)
+    return found
+
+
 def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
     """Above accuracy, below loss; left the tasks learned before the line begins, right those learned after."""
     i, t = found["task_from"], found["task_to"]
@@ -39,11 +59,11 @@ def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
         for place, (key, tasks) in enumerate(columns.items()):
             axes = table[row][place]
             barriers = []
-            for curve in found["curves"]:
-                look = style.look(curve["method"], curve["addons"], curve["oracle"])
+            for curve, look in zip(found["curves"], looks(found["curves"]), strict=True):
                 x, y = curve["distance" if along == "distance" else "x"], curve[what][key]
                 height = curve["barrier"][what][key]
-                barriers.append((f"{height:.1f}" if what == "accuracy" else f"{height:.2f}", look.colour))
+                number = f"{height:.1f}" if what == "accuracy" else f"{height:.2f}"
+                barriers.append((f"{GLYPHS.get(look.marker, look.marker)} {number}", look.colour))
                 axes.plot(
                     x, y, color=look.colour, dashes=look.dashes or (None, None), linewidth=2, label=look.label,
                     marker=look.marker, markevery=[len(x) - 1], markersize=look.size + 2, markeredgecolor="white",
@@ -53,6 +73,7 @@ def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
                 axes.plot(x[0], y[0], color="black", marker="o", markersize=5.5, linestyle="", label=start, zorder=4)
             below = "distance from the start (λ)" if along == "distance" else "share of the way"
             title = f"Accuracy on {tasks}, %" if what == "accuracy" else f"Loss on {tasks}"
+            title += "\n" if len(barriers) > BESIDE else ""
             style.tidy(axes, title, below if row == 1 else "")
             style.coloured_words(axes, [("barrier", "#555555"), *barriers])
     style.legend_below(figure, table[0][0])
@@ -66,8 +87,7 @@ def draw_tradeoff(found: Mapping[str, Any], stem: Path) -> list[Path]:
     figure, table = style.new_figure(1, len(panels), max(5.6, 4.2 * len(panels)), 4.8)
     for panel, axes in zip(panels, table[0], strict=True):
         i, t = panel["task_from"], panel["task_to"]
-        for curve in panel["curves"]:
-            look = style.look(curve["method"], curve["addons"], curve["oracle"])
+        for curve, look in zip(panel["curves"], looks(panel["curves"]), strict=True):
             x, y = curve["accuracy"]["old"], curve["accuracy"]["new"]
             axes.plot(x, y, color=look.colour, linewidth=0.8, alpha=0.35)
             axes.scatter(x, y, color=look.colour, s=16, alpha=0.8, linewidths=0)
@@ -78,11 +98,12 @@ def draw_tradeoff(found: Mapping[str, Any], stem: Path) -> list[Path]:
                     ends, [curve["fit"]["intercept"] + slope * v for v in ends], color=look.colour,
                     dashes=(4, 1.5), linewidth=1.6,
                 )  # fmt: skip
-            told = "no linear fit" if slope is None else f"linear fit, slope {slope:.2f}, r² {r2 or 0:.2f}"
+            number = f"{slope or 0:.2f}".replace("-", "−")
+            told = "no linear fit" if slope is None else f"linear fit, slope {number}, r² {r2 or 0:.2f}"
             axes.plot(x[0], y[0], color="black", marker="o", markersize=6, zorder=3)
             axes.plot(
                 x[-1], y[-1], color=look.colour, marker=look.marker, markersize=look.size + 3, linestyle="",
-                markeredgecolor=RED, markeredgewidth=1.2, zorder=4, label=f"{look.label}: {told}".replace("-", "−"),
+                markeredgecolor=RED, markeredgewidth=1.2, zorder=4, label=f"{look.label}: {told}",
             )  # fmt: skip
         style.tidy(
             axes, f"From task {i + 1} to task {t + 1}", f"accuracy on {named(range(i + 1))}, %",

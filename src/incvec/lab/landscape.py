@@ -20,7 +20,17 @@ from incvec.lab.figures import told_setting
 from incvec.lab.lines import FORMAT, Setting, Told, checked
 from incvec.lab.planes import Plane, frame, ticks
 from incvec.lab.points import Points
-from incvec.lab.snapshots import command, distance, run_config, snapshot_model
+from incvec.lab.snapshots import (
+    check_made,
+    check_seeds,
+    command,
+    distance,
+    first_task,
+    kept,
+    read_snapshot,
+    run_config,
+    snapshot_model,
+)
 
 
 def landscape(
@@ -39,12 +49,17 @@ def landscape(
         raise ConfigError(f"a plane of task {task + 1} is not possible: it begins at the task before; take 2 or more.")
     if size < 2:
         raise ConfigError(f"a grid of {size} by {size} points is not possible: take 2 or more.")
-    if run_config(run).addons == run_config(other).addons:
-        raise DataError(
-            f"{run} and {other} have the same add-ons: the plane needs the plain run and one with an add-on. Run "
-            f"first:\n  {command(run_config(run), None, addons=('ivt',))}"
-        )
-    checked([run, other], oracle)
+    check_addon(run, other)
+    everyone = checked([run, other], oracle)
+    check_seeds(everyone)
+    for each in everyone:
+        if first_task(each) >= task:
+            raise ConfigError(
+                f"a plane of task {task + 1} begins at the model after task {task}, and the first snapshot of {each} "
+                f"is that after task {first_task(each) + 1}: take {first_task(each) + 2} or more."
+            )
+        if task not in kept(each):
+            read_snapshot(each, task)  # says what is missing
     began = time.monotonic()
     beginning = oracle if oracle is not None and setting.start == "oracle" else run
     origin = snapshot_model(beginning, task - 1, dataset, grow_to=task, device=setting.device).state()
@@ -77,7 +92,10 @@ def landscape(
         mark |= {"accuracy": accuracy[k], "loss": loss[k], "to_origin": distance(origin, states[k], names)}
         if oracle is not None:
             mark["to_oracle"] = distance(states[3], states[k], names)
-    begins = snapshot_model(other, task - 1, dataset, grow_to=task, device=setting.device).state()
+
+    def own_start(each: Path) -> float:
+        begins = snapshot_model(each, task - 1, dataset, grow_to=task, device=setting.device).state()
+        return distance(origin, begins, names)
 
     def grid(values: list[float]) -> list[list[float]]:
         inner = values[len(ends) :]
@@ -89,7 +107,7 @@ def landscape(
         "dataset": dataset.name,
         "task": task,
         "start_run": beginning.name,
-        "starts_apart": distance(origin, begins, names),  # 0 where both runs began at the origin
+        "starts": [{**look_of(each), "to_origin": own_start(each)} for each in everyone],  # 0: began at the origin
         **setting.account(),
         "counts": points.counts,
         "device": str(plain.parts.world.device),
@@ -104,6 +122,18 @@ def landscape(
     }
 
 
+def check_addon(run: Path, other: Path) -> None:
+    """Refuse a second run that is not there, or that has no add-on the first has not."""
+    config = run_config(run)
+    others = tuple(name for name in config.addons if name != "ivt")
+    check_made(other, command(config, other, addons=(*others, "ivt")))
+    if config.addons == run_config(other).addons:
+        raise DataError(
+            f"{run} and {other} have the same add-ons: the plain run is needed, and one with an add-on. Run "
+            f"first:\n  {command(config, None, addons=('ivt',))}"
+        )
+
+
 def look_of(run: Path) -> dict[str, Any]:
     config = run_config(run)
     return {
@@ -113,6 +143,16 @@ def look_of(run: Path) -> dict[str, Any]:
         "oracle": config.oracle,
         "run": run.name,
     }
+
+
+def told_starts(found: Mapping[str, Any]) -> str:
+    """Which runs began the task elsewhere than where the plane does, and how far off; nothing where none did."""
+    apart = [each for each in found.get("starts", []) if each["to_origin"] > 0]
+    if not apart:
+        return ""
+    far = ", ".join(f"{each['name']} {each['to_origin']:.2f}" for each in apart)
+    begins = f"the plane begins at the model of {found['marks'][0]['name']} after task {found['task']}"
+    return f"{begins}; other runs had their own, so far from it: {far}"
 
 
 def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
@@ -160,7 +200,7 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     axes.grid(visible=False)
     axes.set_aspect("equal")
     style.legend_below(figure, axes, 1)
-    style.note(figure, told_setting(found))
+    style.note(figure, "; ".join(filter(None, (told_setting(found), told_starts(found)))))
     return style.save(figure, stem)
 
 

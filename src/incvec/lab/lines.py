@@ -21,7 +21,7 @@ from incvec.data import Dataset
 from incvec.errors import ConfigError, DataError
 from incvec.lab.paths import barrier, positions
 from incvec.lab.points import Points, Scores, Statistics, Way
-from incvec.lab.snapshots import check_same, command, distance, last_task, run_config, snapshot_file, snapshot_model
+from incvec.lab.snapshots import check_same, check_seeds, command, distance, kept, last_task, run_config, snapshot_model
 from incvec.lab.style import label
 from incvec.records import commit
 
@@ -75,9 +75,12 @@ def walk(
         raise ConfigError(f"there is no line from task {task_from + 1} to task {end + 1}: the first must be earlier.")
     began = time.monotonic()
     shared = oracle if setting.start == "oracle" else None
-    curves = []
-    for run in everyone:
-        curves.append(line(run, shared or run, dataset, task_from, end, setting, told))
+    if shared is not None:
+        check_seeds(everyone, "Choose --start own, or runs of one seed. ")
+    curves = [
+        line(run, shared or run, dataset, task_from, end, setting, told, name)
+        for run, name in zip(everyone, names_of(everyone), strict=True)
+    ]
     return {
         "format": FORMAT,
         "kind": "path",
@@ -97,7 +100,7 @@ def checked(runs: Sequence[Path], oracle: Path | None) -> list[Path]:
         raise ConfigError("no run was given: name the folder of one, such as runs/digits-podnet-3-s0.")
     first = run_config(runs[0])
     if oracle is not None:
-        if not snapshot_file(oracle, 0).exists():
+        if not kept(oracle):
             raise DataError(
                 f"there are no snapshots of an oracle in {oracle}: it was never trained. Run first:\n  "
                 + command(first, oracle, oracle=True, addons=())
@@ -113,8 +116,24 @@ def checked(runs: Sequence[Path], oracle: Path | None) -> list[Path]:
     return everyone
 
 
+def names_of(runs: Sequence[Path]) -> list[str]:
+    """`PODNet + IVT`; with the seed where runs have several, with the folder where that does not tell them apart."""
+    configs = [run_config(run) for run in runs]
+    names = [label(config.method, config.addons, config.oracle) for config in configs]
+    if len({config.seed for config in configs}) > 1:
+        names = [f"{name}, seed {config.seed}" for name, config in zip(names, configs, strict=True)]
+    return [f"{name} ({run.name})" if names.count(name) > 1 else name for name, run in zip(names, runs, strict=True)]
+
+
 def line(
-    run: Path, start: Path, dataset: Dataset, task_from: int, task_to: int, setting: Setting, told: Told | None = None
+    run: Path,
+    start: Path,
+    dataset: Dataset,
+    task_from: int,
+    task_to: int,
+    setting: Setting,
+    told: Told | None,
+    name: str,
 ) -> dict[str, Any]:
     """One run's line: x, lambda, accuracy and loss by task and over old (up to i) and new tasks, barriers."""
     end = snapshot_model(run, task_to, dataset, device=setting.device)
@@ -124,7 +143,6 @@ def line(
     points = Points(end, setting.images, way=setting.way, batchnorm=setting.batchnorm)
     xs = positions(setting.points)
     config = end.config
-    name = label(config.method, config.addons, config.oracle)
     hear = None if told is None else (lambda done: told(name, done, len(xs)))
     scores = points.evaluate([a, b], [(1 - x, x) for x in xs], hear)
     length = distance(a, b, names)

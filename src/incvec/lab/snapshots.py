@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,42 @@ def snapshot_file(run: str | Path, task: int) -> Path:
     return Path(run) / "snapshots" / f"task-{task:02d}.safetensors"
 
 
+def kept(run: str | Path) -> list[int]:
+    """The tasks a run has snapshots of, in order, counted from 0; one that began at another's has none before it."""
+    folder = Path(run) / "snapshots"
+    if not folder.is_dir():
+        check_folder(Path(run))
+    return sorted(int(file.stem.removeprefix("task-")) for file in folder.glob("task-*.safetensors"))
+
+
+def check_folder(given: Path) -> None:
+    """Refuse a file of a run, its snapshots or a folder of many, which are there but are no run's folder."""
+    if given.exists():
+        near = [*list(given.parents)[:2], *(inner.parent for inner in sorted(given.glob("*/snapshots")))]
+        runs = [folder for folder in near if (folder / "snapshots").is_dir()]
+        if runs or given.is_file():
+            told = f", such as {runs[0]}" if runs else ""
+            raise DataError(f"{given} is not the folder of a run: the one that holds snapshots is expected{told}.")
+
+
+def check_made(run: Path, wanted: str) -> None:
+    """Refuse a run that is not there, with the command that makes it."""
+    if not kept(run):
+        raise DataError(f"there are no snapshots in {run}: that run was never made. Run first:\n  {wanted}")
+
+
 def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the account of one snapshot, or a word on what makes it."""
     file = snapshot_file(run, task)
     if not file.exists():
-        there = sorted(file.parent.glob("task-*.safetensors"))
+        there = kept(run)
+        if there and task < there[0]:
+            raise ConfigError(
+                f"there is no model after task {task + 1} in {run}: its first snapshot is that after task "
+                f"{there[0] + 1}. Look at that one or a later one."
+            )
         if there:
-            config = resolve(read_tensors(there[0])[1]["config"])
+            config = run_config(run)
             if task >= task_count(config):
                 raise ConfigError(f"there is no task {task + 1} in {run}: it has {task_count(config)}.")
             hint = f"the run has {len(there)} snapshot(s); finish it first:\n  {command(config, run)}"
@@ -80,9 +109,24 @@ def task_count(config: RunConfig) -> int:
     return min(count, config.stop_after or count)
 
 
+def first_task(run: str | Path) -> int:
+    """The task of the run's first snapshot: 0, or that of the snapshot it began at."""
+    return next(iter(kept(run)), 0)
+
+
+def last_task(run: str | Path) -> int:
+    """The task of the run's last snapshot, counted from 0."""
+    return max(kept(run), default=0)
+
+
+def first_account(run: str | Path) -> dict[str, Any]:
+    """The account of a run's first snapshot: settings, class order, images."""
+    return read_snapshot(run, first_task(run))[1]
+
+
 def run_config(run: str | Path) -> RunConfig:
     """The settings of a run, from its first snapshot."""
-    return resolve(read_snapshot(run, 0)[1]["config"])
+    return resolve(first_account(run)["config"])
 
 
 def command(config: RunConfig, out: str | Path | None = None, **changes: Any) -> str:
@@ -122,7 +166,7 @@ def snapshot_model(
     """
     tensors, meta = read_snapshot(run, task)
     config = resolve(meta["config"])
-    where = torch.device(device) if device is not None else pick_device(config.device)
+    where = pick_device(config.device if device is None else str(device))
     parts = build(config, dataset, torch.Generator(where), where)
     if parts.order != meta["class_order"]:
         file = snapshot_file(run, task)
@@ -140,15 +184,9 @@ def snapshot_model(
     return Rebuilt(config, parts, parts.tasks[last], rooms, meta)
 
 
-def last_task(run: str | Path) -> int:
-    """The task of the run's last snapshot, counted from 0."""
-    read_snapshot(run, 0)
-    return len(list((Path(run) / "snapshots").glob("task-*.safetensors"))) - 1
-
-
 def check_same(one: Path, other: Path) -> None:
     """Refuse two runs that share no parameter space: another method, network, stream or data."""
-    a, b = read_snapshot(one, 0)[1], read_snapshot(other, 0)[1]
+    a, b = first_account(one), first_account(other)
     first, second = resolve(a["config"]), resolve(b["config"])
     pairs = {
         "method": (first.method, second.method),
@@ -165,6 +203,18 @@ def check_same(one: Path, other: Path) -> None:
             raise DataError(
                 f"{one} and {other} differ in their {what}{told}: their parameters cannot be compared. Run first:\n  "
                 + command(first, **changed)
+            )
+
+
+def check_seeds(runs: Sequence[Path], advice: str = "") -> None:
+    """Refuse runs of several seeds where all are seen from one start: the others never began there."""
+    first = run_config(runs[0])
+    for run in runs[1:]:
+        other = run_config(run)
+        if other.seed != first.seed:
+            raise DataError(
+                f"{runs[0]} and {run} differ in their seeds ({first.seed} and {other.seed}): they did not begin at one "
+                f"model. {advice}Run first:\n  {command(other, None, seed=first.seed)}"
             )
 
 

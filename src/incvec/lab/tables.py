@@ -8,6 +8,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from incvec.lab.landscape import told_starts
+
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
@@ -50,14 +52,8 @@ def plane_table(found: dict[str, Any]) -> Table:
         who = f"start, after task {found['task']}" if mark["role"] == "origin" else mark["name"]
         numbers = (mark["loss"], mark["accuracy"], mark["to_origin"])
         rows.append([who, *(f"{value:.2f}" for value in numbers), far])
-    caption = None
-    if found["starts_apart"] > 0:
-        caption = (
-            f"the two runs began task {found['task'] + 1} at models {found['starts_apart']:.2f} apart; the plane "
-            f"begins at that of {found['start_run']}"
-        )
     shown = table(["model", "loss", "accuracy", "from the start", "from the oracle"], rows)
-    shown.caption = caption
+    shown.caption = told_starts(found) or None
     return shown
 
 
