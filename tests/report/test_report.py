@@ -19,7 +19,7 @@ from incvec.records import find_records
 from incvec.report import charts, contents, document, figures, labs, sheet, style
 from incvec.report.reproduced import Comparison
 from incvec.report.study import Entry, group, load, panels
-from tests.report.samples import sample, study, write
+from tests.report.samples import sample, study, walk, write
 
 
 def entries_of(records: dict[str, dict[str, Any]]) -> list[Entry]:
@@ -312,6 +312,21 @@ def test_lines_of_the_lab_are_shown(walked: Path) -> None:
     assert (walked / "out" / "figures" / "lab-lab-path-picture.png").read_bytes() == (
         walked / "runs" / "lab" / "path.png"
     ).read_bytes()
+
+
+def test_findings_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    for place in ("one/figures/path", "two/figures/path", "three/figures/path-1", "four/figures/plain"):
+        file = tmp_path / f"{place}.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(walk()))
+    found = labs.find([tmp_path])
+    assert [finding.slug for finding in found] == [
+        "lab-figures-plain", "lab-figures-path-2", "lab-figures-path-1", "lab-figures-path-3",
+    ]  # fmt: skip
+    assert len({finding.title for finding in found}) == 4
+    entries = entries_of({"a": sample()})
+    ids = re.findall(r' id="(.*?)"', document.page(document.sections(entries, found), entries))
+    assert len(set(ids)) == len(ids)
 
 
 def test_a_broken_line_is_refused(walked: Path, tmp_path: Path) -> None:

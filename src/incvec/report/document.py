@@ -67,7 +67,7 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
     settings: list[Chart | None] = [*charts.switch_charts(groups), *charts.sweep_charts(groups)]
     settings += [charts.time_chart(stream, groups) for stream in streams]
     yield part("settings", "settings and time", [], settings)
-    yield part("all", "all that was run", [contents.group_sheet(dataset, groups)], [])
+    yield part("runs", "all that was run", [contents.group_sheet(dataset, groups)], [])
 
 
 def lead(entries: Sequence[Entry]) -> str:
