@@ -82,6 +82,17 @@ def test_a_method_without_its_oracle_is_left_out_where_others_have_theirs() -> N
     assert "--method lucir" in heard[0]
 
 
+def test_another_class_order_is_another_study() -> None:
+    usual = [record("podnet", 50.0), record("podnet", 60.0, oracle=True)]
+    other = {"settings": {"order_seed": 7}, "class_order": [0, 1]}
+    heard: list[str] = []
+    (found,) = gap([*usual, record("podnet", 40.0, **other)], heard.append)
+    assert [run["LA"]["mean"] for run in found["runs"]] == [50.0, 60.0]
+    assert "--oracle --set order_seed=7" in heard[0]
+    both = gap([*usual, record("podnet", 40.0, **other), record("podnet", 45.0, oracle=True, **other)])
+    assert [(study["gap"], study["changed"]) for study in both] == [(10.0, {}), (5.0, {"order_seed": 7})]
+
+
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(DataError, match=r"oracle, which was never trained. Run first:\n  incvec run .*--oracle"):
         gap([record("podnet", 50.0), record("podnet", 52.0, "ivt")])
@@ -89,7 +100,7 @@ def test_what_is_missing_is_named() -> None:
         gap([record("podnet", 52.0, "ivt"), record("podnet", 60.0, oracle=True)])
     with pytest.raises(DataError, match="no record is of a method"):
         gap([record("joint", 52.0)])
-    with pytest.raises(DataError, match="another class order"):
+    with pytest.raises(DataError, match="oracle, which was never trained"):  # one of another class order is none
         gap([record("podnet", 50.0), record("podnet", 60.0, oracle=True, class_order=[0, 1])])
     with pytest.raises(DataError, match="two records are of PODNet with seed 0"):
         gap([record("podnet", 50.0), record("podnet", 51.0), record("podnet", 60.0, oracle=True)])

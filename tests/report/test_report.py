@@ -16,7 +16,7 @@ from incvec import cli
 from incvec.errors import DataError
 from incvec.presets import changed_settings
 from incvec.records import find_records
-from incvec.report import charts, contents, document, figures, labs, sheet, style
+from incvec.report import charts, contents, document, figures, labs, reproduced, sheet, style
 from incvec.report.reproduced import Comparison
 from incvec.report.study import Entry, group, load, panels
 from tests.report.samples import sample, study, walk, write
@@ -226,6 +226,17 @@ def test_how_it_was_run() -> None:
 def test_another_base_is_another_experiment() -> None:
     assert changed_settings(sample(base_classes=40)["config"]) == {"base_classes": 40}
     assert changed_settings(sample(seed=3, order_seed=5, tasks=10, device="cpu", engine="eager")["config"]) == {}
+
+
+def test_another_class_order_is_no_other_seed() -> None:
+    entries = entries_of({"a": sample(), "b": sample(fall=9.0, order_seed=7)})
+    assert [(g.first.host_changes, len(g.entries)) for g in group(entries)] == [({}, 1), ({"order_seed": 7}, 1)]
+    assert len(panels(group(entries))) == 2
+    assert charts.sweep_charts(group(entries)) == []
+    (five,) = contents.paper_sheets(entries)
+    (row,) = [row for row in five.rows if row.cells[0].text == "PODNet"]
+    assert row.cells[2].text == f"{sample()['metrics']['AA']:.2f}"
+    assert "order_seed=7" in reproduced.page([entry.record for entry in entries])
 
 
 def test_latex_is_ready_to_paste() -> None:

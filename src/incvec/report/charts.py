@@ -210,7 +210,7 @@ def sweep_charts(groups: Sequence[Group]) -> list[Lines]:
     for each in groups:
         if len(each.first.changes) == 1:
             ((setting, value),) = each.first.changes.items()
-            if is_number(value):
+            if is_number(value) and setting != "order_seed":
                 found.setdefault((each.stream, each.name, setting), []).append((float(value), each))
     charts: dict[tuple[Stream, str], list[Line]] = {}
     for (stream, name, setting), points in found.items():

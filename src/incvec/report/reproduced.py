@@ -18,6 +18,7 @@ import yaml
 
 from incvec.config import RunConfig, digest
 from incvec.engine.sweep import read_sweep
+from incvec.lab.gap import order_changes
 from incvec.metrics import gap_closed
 from incvec.presets import changed_settings, resolve, sweeps
 from incvec.records import find_records, read_record
@@ -75,7 +76,8 @@ def is_standard(record: Mapping[str, Any], variant: str | None = None) -> bool:
     usual = paper().get(record["dataset"], {}).get("variants", {}).get(row_name(record), "paper")
     wanted = usual if variant is None else variant
     expected = {} if wanted == "paper" else {"variant": wanted}
-    return not (record["oracle"] or record.get("label")) and changed_settings(record["config"]) == expected
+    changed = changed_settings(record["config"]) | order_changes(record["config"])
+    return not (record["oracle"] or record.get("label")) and changed == expected
 
 
 def cells(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
@@ -181,8 +183,9 @@ def runs_of(sweep: str) -> list[RunConfig]:
 
 
 def kind(own: Mapping[str, Any]) -> str:
-    """The same for resolved configurations that differ in their seeds, device and engine alone."""
-    return digest([own["method"], own["addons"], own["dataset"], own["tasks"], own["oracle"], changed_settings(own)])
+    """The same for resolved configurations that differ in their seed, device and engine alone."""
+    changed = changed_settings(own) | order_changes(own)
+    return digest([own["method"], own["addons"], own["dataset"], own["tasks"], own["oracle"], changed])
 
 
 def alike(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> Cell:
@@ -324,7 +327,7 @@ def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     lines = ["| run | tasks | seed | changed | AA | LA | FM |", "|---" * 7 + "|"]
     for r in sorted(rows, key=lambda r: (row_name(r), r["tasks"], r["seed"])):
-        changed = settings_text(changed_settings(r["config"])) or "-"
+        changed = settings_text(changed_settings(r["config"]) | order_changes(r["config"])) or "-"
         m = r["metrics"]
         forgetting = "" if m["FM"] is None else f"{m['FM']:.2f}"
         name = row_name(r) + (" (oracle)" if r["oracle"] else "")
