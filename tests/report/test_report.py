@@ -263,6 +263,17 @@ def test_latex_is_ready_to_paste() -> None:
     ]
 
 
+def test_commits_are_short_in_latex_alone() -> None:
+    record = sample()
+    record["environment"]["commit"] = full = "0123456789abcdef0123456789abcdef01234567"
+    how = contents.how_sheet(group(entries_of({"a": record, "b": sample(seed=1)})))
+    assert "& 0123456789, abc123 " in sheet.latex(how)
+    assert full in sheet.markdown(how)
+    assert full in sheet.markup(how)
+    dated = sheet.Sheet("s", "t", (sheet.Column("n"),), (sheet.Row((sheet.word("1234567890123456"),)),))
+    assert "1234567890123456" in sheet.latex(dated)
+
+
 def test_every_latex_row_has_all_columns(made: Path) -> None:
     for file in (made / "tables").glob("*.tex"):
         text = file.read_text()
