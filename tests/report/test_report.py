@@ -46,7 +46,7 @@ def test_everything_is_written(made: Path) -> None:
     assert {name.replace(".png", ".pdf") for name in drawn if name.endswith("png")} == {
         name for name in drawn if name.endswith("pdf")
     }
-    for name in ("gain-LA", "5-last", "5-podnet-accuracy", "5-podnet-matrix-1", "5-time", "5-ivt-interval"):
+    for name in ("gain-LA", "5-last", "5-podnet-accuracy", "5-podnet-matrix-1", "5-ivt-interval"):
         assert f"figures/cifar100-{name}.png" in drawn
     assert all((made / name).stat().st_size > 1000 for name in drawn)
     linked = set(re.findall(r"\]\((figures/.*?)\)", (made / "report.md").read_text()))
@@ -200,14 +200,25 @@ def test_notes_tell_of_marks_that_are_there() -> None:
     assert charts.bar_note([], "Whiskers.") == ""
 
 
-def test_time_leaves_the_shared_base_out() -> None:
+def test_time_is_of_runs_that_had_the_device_alone() -> None:
+    """A record does not tell; the sweep's folder does."""
+    shared = {"a": sample(), "b": sample("podnet", "ivt"), "training-time/c": sample("podnet", "eopc", seed=1)}
+    groups = group(entries_of(shared))
+    chart = charts.time_chart(groups[0].stream, groups)
+    assert chart is not None
+    assert [bar.label for bar in chart.bars] == ["PODNet + EOPC"]
     groups = group(entries_of({"a": sample(), "b": sample("podnet", "ivt")}))
+    assert charts.time_chart(groups[0].stream, groups) is None
+
+
+def test_time_leaves_the_shared_base_out() -> None:
+    groups = group(entries_of({"training-time/a": sample(), "training-time/b": sample("podnet", "ivt")}))
     chart = charts.time_chart(groups[0].stream, groups)
     assert chart is not None
     assert [bar.value for bar in chart.bars] == [5 * 40.0, 5 * 41.0]
     without = sample()
     del without["task_seconds"]
-    groups = group(entries_of({"a": without}))
+    groups = group(entries_of({"training-time/a": without}))
     assert charts.time_chart(groups[0].stream, groups) is None
 
 

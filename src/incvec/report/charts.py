@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from incvec.report import style
@@ -75,6 +76,7 @@ class Heat:
 
 
 Chart = Lines | Bars | Heat
+TIMED = "training-time"  # the sweep whose runs have the device to themselves
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -191,14 +193,16 @@ def gain_bar(host: str, tasks: int, value: Comparison) -> Bar:
 
 
 def time_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
-    """Training time without the base task."""
+    """Training time without the base task. No record tells whether its run had the device to itself, so only those
+    below a folder of the sweep's name count: `incvec sweep training-time --at-once 1 --out runs/training-time`."""
+    alone = [Group(own) for each in groups if (own := tuple(e for e in each.entries if TIMED in Path(e.path).parts))]
     bars = [
         Bar(each.name, each.label, statistics.mean(each.seconds), deviation(each.seconds), len(each.seconds))
-        for each in groups
+        for each in alone
         if each.stream == stream and each.seconds and not each.first.changes
         and each.first.record["method"] != "joint"
     ]  # fmt: skip
-    note = "Evaluation and the shared base task left out. Compare runs only where they had the device to themselves."
+    note = f"Of the runs below a folder `{TIMED}`. Evaluation and the shared base task left out."
     title = f"{stream}: training time after the base task"
     return Bars(f"{stream.slug}-time", title, "seconds", tuple(bars), "s", note=note) if bars else None
 
