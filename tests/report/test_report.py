@@ -108,6 +108,18 @@ def test_the_paper_s_table() -> None:
     assert all(row.quiet and row.cells[2].text == "not run" for row in others)
 
 
+def test_the_paper_s_tables_of_single_settings() -> None:
+    entries = entries_of({"a": sample(podnet={"memory": 5}), "b": sample("pass", "ivt", ivt={"structure": "kernel"})})
+    part = next(part for part in document.sections(entries) if part.slug == "cifar100-paper")
+    memory, fisher = (next(s for s in part.sheets if s.slug == f"cifar100-{name}") for name in ("memory", "fisher"))
+    texts = [[cell.text for cell in row.cells] for row in memory.rows]
+    value = f"{entries[0].record['metrics']['AA']:.2f}"
+    assert texts[0][:6] == ["PODNet", "podnet.memory=5", "5", "1", value, "54.63"]
+    assert texts[1][3:6] == ["0", "not run", "55.91"]
+    assert [row.quiet for row in fisher.rows] == [True, True, False, True, True, True]
+    assert [cell.text for cell in fisher.rows[2].cells[:2]] == ["PASS + IVT", "ivt.structure=kernel"]
+
+
 def test_gains_are_paired_with_their_standard_error() -> None:
     records = {f"{s}": sample(seed=s) for s in range(3)}
     records |= {f"ivt-{s}": sample("podnet", "ivt", seed=s, fall=3.0 + 0.3 * s) for s in range(4)}

@@ -64,7 +64,7 @@ def paper_file() -> dict[str, Any]:
 
 def paper() -> dict[str, Any]:
     """The paper's values of networks trained from scratch, by data set, row and number of tasks."""
-    return {name: content for name, content in paper_file().items() if name != "pretrained"}
+    return {name: content for name, content in paper_file().items() if name not in ("ablations", "pretrained")}
 
 
 def row_name(record: Mapping[str, Any]) -> str:
@@ -314,7 +314,10 @@ def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping
 
 def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Records that no other section has."""
+    from incvec.report import ablations
+
     shown = {kind(config.resolved()) for sweep in (BOUNDS, *SWITCHES) for config in runs_of(sweep)}
+    shown |= ablations.kinds(dataset)
     content = paper()[dataset]
     stands_in = [variant for variant in content.get("settings", ()) if "beside" in content]
     rows = [
@@ -353,7 +356,7 @@ def made_from(used: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def page(records: Sequence[Mapping[str, Any]]) -> str:
     """The whole page."""
-    from incvec.report import pretrained
+    from incvec.report import ablations, pretrained
 
     every, records = records, [r for r in records if not pretrained.starts_pretrained(r)]
     lines = [
@@ -368,6 +371,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         lines += ["", f"## {content['title']}", "", *body]
         if "beside" not in content and (paired := gains(dataset, records)):
             lines += ["", "### What IVT adds", "", *paired]
+        lines += ablations.section(dataset, records)
         if bounds := bound_table(dataset, records):
             lines += ["", "### The oracle and joint training", "", *bounds]
         if switches := switch_table(dataset, records):
