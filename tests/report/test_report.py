@@ -212,6 +212,22 @@ def test_notes_tell_of_marks_that_are_there() -> None:
     assert charts.bar_note([], "Whiskers.") == ""
 
 
+@pytest.mark.filterwarnings("error")
+def test_long_labels_leave_the_bars_their_room() -> None:
+    start = "PODNet + fisher-merge (start=/a/long/way/runs-of-mine/cifar100-podnet-5-s0/snapshots/task-00.safetensors)"
+    bars = [charts.Bar("podnet", label, value, None, 1) for label, value in ((start, -1.25), ("PODNet", 2.0))]
+    chart = charts.Bars("slug", "Title", "LA", tuple(bars), "points", signed=True)
+    figure = figures.draw(chart)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert axes.get_position().width > 0.5
+    long, short = (label.get_text() for label in axes.get_yticklabels())
+    assert (long[-7:], short) == ("  −1.25", "PODNet  +2.00")
+    assert "fisher-merge" in long  # a hyphen is no minus
+    above, below = (label.get_window_extent() for label in axes.get_yticklabels())
+    assert above.y0 > below.y1
+
+
 def test_time_is_of_runs_that_had_the_device_alone() -> None:
     """A record does not tell; the sweep's folder does."""
     shared = {"a": sample(), "b": sample("podnet", "ivt"), "training-time/c": sample("podnet", "eopc", seed=1)}
