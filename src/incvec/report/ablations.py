@@ -102,16 +102,20 @@ def sheets(dataset: str, records: Records) -> list[Sheet]:
     """The same tables for a report."""
     made = []
     for name in names(dataset):
-        content = paper_file()["ablations"][name]
+        content, found = paper_file()["ablations"][name], lines(name, records)
+        theirs = [any(line.values[place].paper is not None for line in found) for place in range(len(METRICS))]
         rows = []
-        for line in lines(name, records):
+        for line in found:
             cells = [word(style.label(line.run)), Cell(line.setting or "–", code=bool(line.setting))]
             cells += [number(line.config.tasks, "d"), number(line.seeds, "d")]
-            for value in line.values:
-                cells += [spread(value, missing="not run"), number(value.paper), number(value.difference, "+.2f")]
+            for value, there in zip(line.values, theirs, strict=True):
+                cells.append(spread(value, missing="not run"))
+                cells += [number(value.paper), number(value.difference, "+.2f")] if there else []
             rows.append(Row(tuple(cells), quiet=not line.seeds))
         columns = [Column("method", number=False), Column("setting", number=False), Column("increments")]
-        columns += [Column("seeds"), *(Column(label, m) for m in METRICS for label in ("ours", "paper", "diff"))]
+        columns.append(Column("seeds"))
+        for metric, there in zip(METRICS, theirs, strict=True):
+            columns += [Column(label, metric) for label in (("ours", "paper", "diff") if there else ("ours",))]
         note = f"Command: incvec sweep {content['sweep']}. Ours: mean ± standard deviation over seeds."
         title = f"{style.dataset(dataset)}: {content['title']}"
         made.append(Sheet(f"{dataset}-{name}", title, tuple(columns), tuple(rows), note))
