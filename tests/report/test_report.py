@@ -46,7 +46,7 @@ def test_everything_is_written(made: Path) -> None:
     assert {name.replace(".png", ".pdf") for name in drawn if name.endswith("png")} == {
         name for name in drawn if name.endswith("pdf")
     }
-    for name in ("gain-LA", "5-last", "5-podnet-accuracy", "5-podnet-matrix-1", "5-ivt-interval"):
+    for name in ("gain-LA", "5-last", "5-podnet-accuracy", "5-podnet-matrix-1", "5-ivt-interval-FM"):
         assert f"figures/cifar100-{name}.png" in drawn
     assert all((made / name).stat().st_size > 1000 for name in drawn)
     linked = set(re.findall(r"\]\((figures/.*?)\)", (made / "report.md").read_text()))
@@ -181,14 +181,37 @@ def test_curves_are_means_over_seeds() -> None:
 
 def test_sweeps_of_one_setting_include_the_preset() -> None:
     found = {chart.slug: chart for chart in charts.sweep_charts(group(entries_of(study())))}
-    assert set(found) == {"cifar100-5-ivt-interval", "cifar100-5-podnet-memory"}
-    (line,) = found["cifar100-5-ivt-interval"].lines
+    assert set(found) == {
+        f"cifar100-5-{setting}-{metric}"
+        for setting in ("ivt-interval", "podnet-memory")
+        for metric in ("AA", "LA", "FM")
+    }
+    (line,) = found["cifar100-5-ivt-interval-LA"].lines
     assert line.x == (1, 5, 10, 40)
     assert line.y[0] == sample("podnet", "ivt", fall=3.4)["metrics"]["LA"]
     # The preset's value has three seeds, the others one: only the seed they share is compared.
     assert line.y[2] == sample("podnet", "ivt", fall=3.2)["metrics"]["LA"]
     assert line.errors is None
-    assert [line.label for line in found["cifar100-5-podnet-memory"].lines] == ["PODNet", "PODNet + IVT"]
+    for metric in ("AA", "LA", "FM"):
+        plain, with_ivt = found[f"cifar100-5-podnet-memory-{metric}"].lines
+        assert (plain.label, with_ivt.label) == ("PODNet", "PODNet + IVT")
+        assert plain.y[0] == sample(fall=5.0)["metrics"][metric]
+
+
+def test_a_sweep_of_the_interval_has_the_host_and_the_transform_at_the_end() -> None:
+    records = {name: record for name, record in study().items() if name.startswith(("podnet-0", "podnet+ivt", "int"))}
+    records["end"] = sample("podnet", "ivt", fall=3.9, ivt={"interval": None})
+    records["stages"] = sample("podnet", "ivt", fall=3.7, ivt={"stages": ["main", "balance"]})
+    found = {chart.slug: chart for chart in charts.sweep_charts(group(entries_of(records)))}
+    chart = found["cifar100-5-ivt-interval-LA"]
+    assert chart.lines[0].x == (1, 5, 10, 40)
+    assert [(level.label, level.y) for level in chart.levels] == [
+        ("PODNet", (sample()["metrics"]["LA"],)),
+        ("PODNet + IVT, only at the end", (records["end"]["metrics"]["LA"],)),
+    ]
+    (switches,) = charts.switch_charts(group(entries_of(records)))
+    assert [bar.label for bar in switches.bars] == ["ivt.stages=[main, balance]"]  # the interval is not told twice
+    figures.draw(chart)
 
 
 def test_switches_are_differences_from_the_preset() -> None:
@@ -196,9 +219,9 @@ def test_switches_are_differences_from_the_preset() -> None:
     records["c"] = sample("podnet", "ivt", fall=3.0, ivt={"stages": ["main", "balance"]})
     records["d"] = sample("podnet", "ivt", fall=3.5, ivt={"interval": 20})
     (chart,) = charts.switch_charts(group(entries_of(records)))
-    assert [bar.label for bar in chart.bars] == ["ivt.interval=20", "ivt.stages=[main, balance]"]
-    assert chart.bars[1].value == records["c"]["metrics"]["LA"] - records["a"]["metrics"]["LA"]
-    assert chart.bars[1].error is None
+    assert [bar.label for bar in chart.bars] == ["ivt.stages=[main, balance]"]
+    assert chart.bars[0].value == records["c"]["metrics"]["LA"] - records["a"]["metrics"]["LA"]
+    assert chart.bars[0].error is None
     del records["c"]  # numbers alone are drawn as a line
     assert charts.switch_charts(group(entries_of(records))) == []
 

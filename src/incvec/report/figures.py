@@ -62,9 +62,9 @@ def draw_lines(axes: Any, chart: Lines) -> None:
         if line.errors:
             low, high = band(line)
             axes.fill_between(line.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
-    if chart.level:
-        look = style.look(chart.level.name)
-        axes.axhline(chart.level.y[-1], label=chart.level.label, color=look.colour, linewidth=1.2, dashes=(6, 2, 1, 2))
+    for level in chart.levels:
+        look = style.look(level.name)
+        axes.axhline(level.y[-1], label=level.label, color=look.colour, linewidth=1.2, dashes=(6, 2, 1, 2))
     plain(axes, "y")
     if chart.log:
         axes.set_xscale("log")
