@@ -120,6 +120,35 @@ def test_the_paper_s_tables_of_single_settings() -> None:
     assert [cell.text for cell in fisher.rows[2].cells[:2]] == ["PASS + IVT", "ivt.structure=kernel"]
 
 
+def pretrained(method: str, *addons: str, **given: Any) -> dict[str, Any]:
+    record = sample(method, *addons, **given)
+    record["class_order"] = list(range(100))
+    return record
+
+
+def test_pretrained_models_stand_beside_the_paper_s_table_of_them() -> None:
+    clip = {"a": pretrained("flyp"), "b": pretrained("flyp", "ivt", fall=3.0, flyp={"weights": "/a/copy"})}
+    entries = entries_of(clip | {"c": pretrained("slca", tasks=10, variant="lite")})
+    parts = document.sections(entries)
+    sheets = {sheet.slug: sheet for part in parts for sheet in part.sheets}
+    assert not [slug for slug in sheets if slug.startswith(("cifar100-5-", "cifar100-10-"))]  # nothing from scratch
+    assert not {"cifar100-memory", "cifar100-fisher"} & set(sheets)
+    own, alone = sheets["cifar100-clip"], sheets["cifar100-lite"]
+    assert own.title.startswith("CLIP ViT-B/16: CIFAR-100")
+    rows = {(row.cells[0].text, row.cells[1].text): [cell.text for cell in row.cells[2:]] for row in own.rows}
+    measured = [f"{clip['a']['metrics'][name]:.2f}" for name in ("AA", "LA", "FM")]
+    assert rows["FLYP", "5"][:6] == ["1", measured[0], "77.80", measured[1], "64.64", measured[2]]
+    assert rows["SLCA", "10"][:3] == ["0", "not run", "71.39"]
+    assert rows["RAPF", "5"][-1] == "5.73 (FM)"
+    assert "that is not CLIP" in alone.note
+    assert [len(row.cells) for row in alone.rows] == [len(alone.columns)] * len(alone.rows)
+    (gain,) = sheets["cifar100-gains"].rows
+    assert [cell.text for cell in gain.cells[4::2]] == ["+9.92", "+15.49", "–"]  # its FM is another measure
+    (bars,) = [chart for part in parts for chart in part.charts if chart.slug == "cifar100-5-equal-last"]
+    assert isinstance(bars, charts.Bars)
+    assert bars.bars[0].paper == 64.64
+
+
 def test_gains_are_paired_with_their_standard_error() -> None:
     records = {f"{s}": sample(seed=s) for s in range(3)}
     records |= {f"ivt-{s}": sample("podnet", "ivt", seed=s, fall=3.0 + 0.3 * s) for s in range(4)}

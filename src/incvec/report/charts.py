@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from incvec.records import title
 from incvec.report import style
-from incvec.report.reproduced import METRICS, Comparison, compare_gains, is_standard, paper, settings_text
+from incvec.report.reproduced import METRICS, Comparison, compare_gains, is_standard, paper_rows, settings_text
 from incvec.report.study import Entry, Group, Panel, Stream
 
 
@@ -120,13 +120,14 @@ def heat_charts(panel: Panel) -> list[Heat]:
 
 def last_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
     """Accuracy after the last task, with the paper's value marked where it has one."""
-    theirs = paper().get(stream.dataset, {"rows": {}})["rows"]
     bars = []
     for each in groups:
         if each.stream != stream or each.first.addon_changes:
             continue
         values = each.metric("LA")
-        known = theirs.get(each.name, {}).get(stream.tasks) if is_standard(each.first.record) else None
+        record = each.first.record
+        theirs = paper_rows(stream.dataset, record["method"]).get(each.name, {})
+        known = theirs.get(stream.tasks) if is_standard(record) else None
         changes = settings_text(each.first.host_changes)
         label = each.label + (f" ({changes})" if changes else "")
         mean = statistics.mean(values)

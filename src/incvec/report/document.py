@@ -12,9 +12,8 @@ from typing import Any
 
 import incvec
 from incvec.errors import DataError
-from incvec.report import ablations, charts, contents, figures, labs, reproduced, sheet, style
+from incvec.report import ablations, charts, contents, figures, labs, pretrained, reproduced, sheet, style
 from incvec.report.charts import Chart, Heat
-from incvec.report.pretrained import starts_pretrained
 from incvec.report.sheet import Sheet
 from incvec.report.study import Entry, Group, group, panels
 
@@ -60,10 +59,11 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
 
     yield part("ivt", "what IVT adds", [contents.gain_sheet(dataset, entries)], charts.gain_charts(dataset, entries))
     last = [charts.last_chart(stream, groups) for stream in streams]
-    beside = "beside the paper" if dataset in reproduced.paper() else "after the last task"
-    scratch = [entry.record for entry in entries if not starts_pretrained(entry.record)]
-    beside_paper = [*contents.paper_sheets(entries), *(ablations.sheets(dataset, scratch) if scratch else [])]
-    yield part("paper", beside, beside_paper, last)
+    scratch = [entry.record for entry in entries if not pretrained.starts_pretrained(entry.record)]
+    sheets = [*contents.paper_sheets(entries), *(ablations.sheets(dataset, scratch) if scratch else [])]
+    sheets += pretrained.sheets(dataset, [entry.record for entry in entries])
+    known = dataset in reproduced.paper() or dataset in reproduced.paper_file()["pretrained"]
+    yield part("paper", "beside the paper" if known else "after the last task", sheets, last)
     gap = contents.gap_sheet(dataset, groups)
     yield part("tasks", "task after task", [gap], [charts.accuracy_chart(panel) for panel in chosen])
     yield part("matrices", "accuracy by task", [], [heat for panel in chosen for heat in charts.heat_charts(panel)])

@@ -19,6 +19,7 @@ import yaml
 from incvec.config import RunConfig, digest
 from incvec.engine.sweep import read_sweep
 from incvec.lab.gap import order_changes
+from incvec.methods import find_method
 from incvec.metrics import gap_closed
 from incvec.presets import changed_settings, resolve, sweeps
 from incvec.records import find_records, read_record
@@ -67,6 +68,14 @@ def paper() -> dict[str, Any]:
     return {name: content for name, content in paper_file().items() if name not in ("ablations", "pretrained")}
 
 
+def paper_rows(dataset: str, method: str) -> Mapping[str, Mapping[int, Sequence[float | None]]]:
+    """The rows that a method's would be among, without the FM of pre-trained models: it is another measure there."""
+    if not find_method(method).pretrained:
+        return paper().get(dataset, {}).get("rows", {})  # type: ignore[no-any-return]
+    rows = paper_file()["pretrained"].get(dataset, {}).get("rows", {})
+    return {row: {tasks: [*values[:2], None] for tasks, values in own.items()} for row, own in rows.items()}
+
+
 def row_name(record: Mapping[str, Any]) -> str:
     return " + ".join([record["method"], *record["addons"]])
 
@@ -77,6 +86,7 @@ def is_standard(record: Mapping[str, Any], variant: str | None = None) -> bool:
     wanted = usual if variant is None else variant
     expected = {} if wanted == "paper" else {"variant": wanted}
     changed = changed_settings(record["config"]) | order_changes(record["config"])
+    changed = {key: value for key, value in changed.items() if not key.endswith(".weights")}  # a local copy
     return not (record["oracle"] or record.get("label")) and changed == expected
 
 
@@ -113,14 +123,13 @@ def compare(dataset: str, tasks: int, records: Sequence[Mapping[str, Any]]) -> d
 def compare_gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Comparison]]:
     """What IVT adds to AA, LA and FM by (host, tasks): differences of runs that share their seeds."""
     ours = standard_cells(dataset, records)
-    values = paper().get(dataset, {"rows": {}})["rows"]
     found = {}
     for (row, tasks), cell in sorted(ours.items()):
         with_ivt = ours.get((f"{row} + ivt", tasks), {})
         seeds = sorted(set(cell) & set(with_ivt), key=str)
         if not seeds:
             continue
-        theirs = paper_gains(values, row, tasks)
+        theirs = paper_gains(paper_rows(dataset, row.partition(" + ")[0]), row, tasks)
         found[row, tasks] = [
             Comparison(known(minus(with_ivt[seed][metric], cell[seed][metric]) for seed in seeds), theirs[place])
             for place, metric in enumerate(METRICS)
