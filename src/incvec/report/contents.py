@@ -118,7 +118,7 @@ def group_sheet(dataset: str, groups: Sequence[Group]) -> Sheet:
     columns += [Column(ARROWS[name]) for name in METRICS] + [Column("time, s")]
     note = (
         f"{MEASURES} Mean ± standard deviation over seeds. Time: training of all tasks but the base, which runs share; "
-        "runs that shared a device took longer, so times compare only where each had it to itself."
+        "runs that shared a device took longer, so only those below a folder training-time are drawn."
     )
     return Sheet(f"{dataset}-all", f"{style.dataset(dataset)}: all that was run", tuple(columns), tuple(rows), note)
 
