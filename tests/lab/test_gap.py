@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from incvec.errors import DataError
-from incvec.lab.gap import draw, gap
+from incvec.lab import style
+from incvec.lab.gap import draw, gap, seeds_told
 from incvec.presets import resolve
 
 
@@ -82,6 +84,42 @@ def test_a_method_without_its_oracle_is_left_out_where_others_have_theirs() -> N
     assert "--method lucir" in heard[0]
 
 
+def test_texts_of_many_bars_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    addons = ("ivt", "eopc", "cofima", "magmax", "imm", "fisher-merge")
+    records = [record("podnet", 50.0), record("podnet", 60.0, oracle=True), record("joint", 70.0)]
+    kept: list[Any] = []
+    monkeypatch.setattr(style, "save", lambda figure, _: kept.append(figure) or [])
+    for count in (1, 3, len(addons)):
+        (found,) = gap([*records, *(record("podnet", 52.0, name) for name in addons[:count])])
+        draw(found, tmp_path / "gap")
+        figure = kept.pop()
+        figure.draw_without_rendering()
+        for texts in (figure.axes[1].texts, figure.axes[1].get_xticklabels()):
+            boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: box.x0)
+            assert len(boxes) >= count
+            assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+def test_seeds_are_told_by_run_where_they_differ() -> None:
+    records = [record("podnet", 50.0), record("podnet", 60.0, oracle=True), record("podnet", 52.0, "ivt")]
+    assert seeds_told(gap(records)[0]["runs"]) == "seed 0"
+    (found,) = gap([*records, record("podnet", 53.0, "ivt", seed=1)])
+    assert seeds_told(found["runs"]) == (
+        "PODNet, PODNet oracle: seed 0; PODNet + IVT: seeds 0, 1 (share of the gap: seed 0)"
+    )
+
+
+def test_another_class_order_is_another_study() -> None:
+    usual = [record("podnet", 50.0), record("podnet", 60.0, oracle=True)]
+    other = {"settings": {"order_seed": 7}, "class_order": [0, 1]}
+    heard: list[str] = []
+    (found,) = gap([*usual, record("podnet", 40.0, **other)], heard.append)
+    assert [run["LA"]["mean"] for run in found["runs"]] == [50.0, 60.0]
+    assert "--oracle --set order_seed=7" in heard[0]
+    both = gap([*usual, record("podnet", 40.0, **other), record("podnet", 45.0, oracle=True, **other)])
+    assert [(study["gap"], study["changed"]) for study in both] == [(10.0, {}), (5.0, {"order_seed": 7})]
+
+
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(DataError, match=r"oracle, which was never trained. Run first:\n  incvec run .*--oracle"):
         gap([record("podnet", 50.0), record("podnet", 52.0, "ivt")])
@@ -89,7 +127,7 @@ def test_what_is_missing_is_named() -> None:
         gap([record("podnet", 52.0, "ivt"), record("podnet", 60.0, oracle=True)])
     with pytest.raises(DataError, match="no record is of a method"):
         gap([record("joint", 52.0)])
-    with pytest.raises(DataError, match="another class order"):
+    with pytest.raises(DataError, match="oracle, which was never trained"):  # one of another class order is none
         gap([record("podnet", 50.0), record("podnet", 60.0, oracle=True, class_order=[0, 1])])
     with pytest.raises(DataError, match="two records are of PODNet with seed 0"):
         gap([record("podnet", 50.0), record("podnet", 51.0), record("podnet", 60.0, oracle=True)])

@@ -89,7 +89,13 @@ DOWN, UP = {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button":
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
-    entries = load([samples.write(folder / "runs", samples.study())])
+    long = {"start": "runs/cifar100-podnet-5-s0/snapshots/task-00.safetensors", "base_classes": 40}
+    begun = {
+        "begun": samples.sample(
+            "podnet", "ivt", fall=3.3, ivt={"batchnorm": "interpolate", "stages": ["main", "balance"]}, **long
+        )
+    }
+    entries = load([samples.write(folder / "runs", samples.study() | begun)])
     line = folder / "lab" / "path.json"
     line.parent.mkdir()
     line.write_text(json.dumps(samples.walk()))
@@ -287,3 +293,14 @@ def test_names_of_a_figure_do_not_overlap(desktop: Browser, phone: Browser) -> N
     return clash"""
     for browser in (desktop, phone):
         assert browser.run(script) == []
+
+
+def test_first_columns_leave_room_for_the_others(desktop: Browser, phone: Browser) -> None:
+    widths = """
+    return [...document.querySelectorAll('.table')].map((t) => [
+      t.id, t.querySelector('.scroll').clientWidth, t.querySelector('table').offsetWidth,
+      Math.max(...[...t.querySelectorAll('tbody td:first-child')].map((c) => c.offsetWidth)),
+    ])"""
+    assert [row[0] for row in phone.run(widths) if row[3] > 0.45 * row[1]] == []
+    wide = {row[0] for row in desktop.run(widths) if row[2] > row[1]}
+    assert wide <= {"how", "records"}  # commands and files

@@ -16,10 +16,10 @@ from incvec import cli
 from incvec.errors import DataError
 from incvec.presets import changed_settings
 from incvec.records import find_records
-from incvec.report import charts, contents, document, figures, labs, sheet, style
+from incvec.report import charts, contents, document, figures, labs, reproduced, sheet, style
 from incvec.report.reproduced import Comparison
 from incvec.report.study import Entry, group, load, panels
-from tests.report.samples import sample, study, write
+from tests.report.samples import sample, study, walk, write
 
 
 def entries_of(records: dict[str, dict[str, Any]]) -> list[Entry]:
@@ -46,7 +46,7 @@ def test_everything_is_written(made: Path) -> None:
     assert {name.replace(".png", ".pdf") for name in drawn if name.endswith("png")} == {
         name for name in drawn if name.endswith("pdf")
     }
-    for name in ("gain-LA", "5-last", "5-podnet-accuracy", "5-podnet-matrix-1", "5-time", "5-ivt-interval"):
+    for name in ("gain-LA", "5-last", "5-podnet-accuracy", "5-podnet-matrix-1", "5-ivt-interval-FM"):
         assert f"figures/cifar100-{name}.png" in drawn
     assert all((made / name).stat().st_size > 1000 for name in drawn)
     linked = set(re.findall(r"\]\((figures/.*?)\)", (made / "report.md").read_text()))
@@ -106,6 +106,47 @@ def test_the_paper_s_table() -> None:
     others = [row for row in five.rows if row.cells[0].text != "PODNet"]
     assert len(others) == 13
     assert all(row.quiet and row.cells[2].text == "not run" for row in others)
+
+
+def test_the_paper_s_tables_of_single_settings() -> None:
+    entries = entries_of({"a": sample(podnet={"memory": 5}), "b": sample("pass", "ivt", ivt={"structure": "kernel"})})
+    part = next(part for part in document.sections(entries) if part.slug == "cifar100-paper")
+    memory, fisher = (next(s for s in part.sheets if s.slug == f"cifar100-{name}") for name in ("memory", "fisher"))
+    texts = [[cell.text for cell in row.cells] for row in memory.rows]
+    value = f"{entries[0].record['metrics']['AA']:.2f}"
+    assert texts[0][:6] == ["PODNet", "podnet.memory=5", "5", "1", value, "54.63"]
+    assert texts[1][3:6] == ["0", "not run", "55.91"]
+    assert [row.quiet for row in fisher.rows] == [True, True, False, True, True, True]
+    assert [cell.text for cell in fisher.rows[2].cells[:2]] == ["PASS + IVT", "ivt.structure=kernel"]
+
+
+def pretrained(method: str, *addons: str, **given: Any) -> dict[str, Any]:
+    record = sample(method, *addons, **given)
+    record["class_order"] = list(range(100))
+    return record
+
+
+def test_pretrained_models_stand_beside_the_paper_s_table_of_them() -> None:
+    clip = {"a": pretrained("flyp"), "b": pretrained("flyp", "ivt", fall=3.0, flyp={"weights": "/a/copy"})}
+    entries = entries_of(clip | {"c": pretrained("slca", tasks=10, variant="lite")})
+    parts = document.sections(entries)
+    sheets = {sheet.slug: sheet for part in parts for sheet in part.sheets}
+    assert not [slug for slug in sheets if slug.startswith(("cifar100-5-", "cifar100-10-"))]  # nothing from scratch
+    assert not {"cifar100-memory", "cifar100-fisher"} & set(sheets)
+    own, alone = sheets["cifar100-clip"], sheets["cifar100-lite"]
+    assert own.title.startswith("CLIP ViT-B/16: CIFAR-100")
+    rows = {(row.cells[0].text, row.cells[1].text): [cell.text for cell in row.cells[2:]] for row in own.rows}
+    measured = [f"{clip['a']['metrics'][name]:.2f}" for name in ("AA", "LA", "FM")]
+    assert rows["FLYP", "5"][:6] == ["1", measured[0], "77.80", measured[1], "64.64", measured[2]]
+    assert rows["SLCA", "10"][:3] == ["0", "not run", "71.39"]
+    assert rows["RAPF", "5"][-1] == "5.73 (FM)"
+    assert "that is not CLIP" in alone.note
+    assert [len(row.cells) for row in alone.rows] == [len(alone.columns)] * len(alone.rows)
+    (gain,) = sheets["cifar100-gains"].rows
+    assert [cell.text for cell in gain.cells[4::2]] == ["+9.92", "+15.49", "–"]  # its FM is another measure
+    (bars,) = [chart for part in parts for chart in part.charts if chart.slug == "cifar100-5-equal-last"]
+    assert isinstance(bars, charts.Bars)
+    assert bars.bars[0].paper == 64.64
 
 
 def test_gains_are_paired_with_their_standard_error() -> None:
@@ -169,14 +210,37 @@ def test_curves_are_means_over_seeds() -> None:
 
 def test_sweeps_of_one_setting_include_the_preset() -> None:
     found = {chart.slug: chart for chart in charts.sweep_charts(group(entries_of(study())))}
-    assert set(found) == {"cifar100-5-ivt-interval", "cifar100-5-podnet-memory"}
-    (line,) = found["cifar100-5-ivt-interval"].lines
+    assert set(found) == {
+        f"cifar100-5-{setting}-{metric}"
+        for setting in ("ivt-interval", "podnet-memory")
+        for metric in ("AA", "LA", "FM")
+    }
+    (line,) = found["cifar100-5-ivt-interval-LA"].lines
     assert line.x == (1, 5, 10, 40)
     assert line.y[0] == sample("podnet", "ivt", fall=3.4)["metrics"]["LA"]
     # The preset's value has three seeds, the others one: only the seed they share is compared.
     assert line.y[2] == sample("podnet", "ivt", fall=3.2)["metrics"]["LA"]
     assert line.errors is None
-    assert [line.label for line in found["cifar100-5-podnet-memory"].lines] == ["PODNet", "PODNet + IVT"]
+    for metric in ("AA", "LA", "FM"):
+        plain, with_ivt = found[f"cifar100-5-podnet-memory-{metric}"].lines
+        assert (plain.label, with_ivt.label) == ("PODNet", "PODNet + IVT")
+        assert plain.y[0] == sample(fall=5.0)["metrics"][metric]
+
+
+def test_a_sweep_of_the_interval_has_the_host_and_the_transform_at_the_end() -> None:
+    records = {name: record for name, record in study().items() if name.startswith(("podnet-0", "podnet+ivt", "int"))}
+    records["end"] = sample("podnet", "ivt", fall=3.9, ivt={"interval": None})
+    records["stages"] = sample("podnet", "ivt", fall=3.7, ivt={"stages": ["main", "balance"]})
+    found = {chart.slug: chart for chart in charts.sweep_charts(group(entries_of(records)))}
+    chart = found["cifar100-5-ivt-interval-LA"]
+    assert chart.lines[0].x == (1, 5, 10, 40)
+    assert [(level.label, level.y) for level in chart.levels] == [
+        ("PODNet", (sample()["metrics"]["LA"],)),
+        ("PODNet + IVT, only at the end", (records["end"]["metrics"]["LA"],)),
+    ]
+    (switches,) = charts.switch_charts(group(entries_of(records)))
+    assert [bar.label for bar in switches.bars] == ["ivt.stages=[main, balance]"]  # the interval is not told twice
+    figures.draw(chart)
 
 
 def test_switches_are_differences_from_the_preset() -> None:
@@ -184,9 +248,9 @@ def test_switches_are_differences_from_the_preset() -> None:
     records["c"] = sample("podnet", "ivt", fall=3.0, ivt={"stages": ["main", "balance"]})
     records["d"] = sample("podnet", "ivt", fall=3.5, ivt={"interval": 20})
     (chart,) = charts.switch_charts(group(entries_of(records)))
-    assert [bar.label for bar in chart.bars] == ["ivt.interval=20", "ivt.stages=[main, balance]"]
-    assert chart.bars[1].value == records["c"]["metrics"]["LA"] - records["a"]["metrics"]["LA"]
-    assert chart.bars[1].error is None
+    assert [bar.label for bar in chart.bars] == ["ivt.stages=[main, balance]"]
+    assert chart.bars[0].value == records["c"]["metrics"]["LA"] - records["a"]["metrics"]["LA"]
+    assert chart.bars[0].error is None
     del records["c"]  # numbers alone are drawn as a line
     assert charts.switch_charts(group(entries_of(records))) == []
 
@@ -200,14 +264,41 @@ def test_notes_tell_of_marks_that_are_there() -> None:
     assert charts.bar_note([], "Whiskers.") == ""
 
 
-def test_time_leaves_the_shared_base_out() -> None:
+@pytest.mark.filterwarnings("error")
+def test_long_labels_leave_the_bars_their_room() -> None:
+    start = "PODNet + fisher-merge (start=/a/long/way/runs-of-mine/cifar100-podnet-5-s0/snapshots/task-00.safetensors)"
+    bars = [charts.Bar("podnet", label, value, None, 1) for label, value in ((start, -1.25), ("PODNet", 2.0))]
+    chart = charts.Bars("slug", "Title", "LA", tuple(bars), "points", signed=True)
+    figure = figures.draw(chart)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert axes.get_position().width > 0.5
+    long, short = (label.get_text() for label in axes.get_yticklabels())
+    assert (long[-7:], short) == ("  −1.25", "PODNet  +2.00")
+    assert "fisher-merge" in long  # a hyphen is no minus
+    above, below = (label.get_window_extent() for label in axes.get_yticklabels())
+    assert above.y0 > below.y1
+
+
+def test_time_is_of_runs_that_had_the_device_alone() -> None:
+    """A record does not tell; the sweep's folder does."""
+    shared = {"a": sample(), "b": sample("podnet", "ivt"), "training-time/c": sample("podnet", "eopc", seed=1)}
+    groups = group(entries_of(shared))
+    chart = charts.time_chart(groups[0].stream, groups)
+    assert chart is not None
+    assert [bar.label for bar in chart.bars] == ["PODNet + EOPC"]
     groups = group(entries_of({"a": sample(), "b": sample("podnet", "ivt")}))
+    assert charts.time_chart(groups[0].stream, groups) is None
+
+
+def test_time_leaves_the_shared_base_out() -> None:
+    groups = group(entries_of({"training-time/a": sample(), "training-time/b": sample("podnet", "ivt")}))
     chart = charts.time_chart(groups[0].stream, groups)
     assert chart is not None
     assert [bar.value for bar in chart.bars] == [5 * 40.0, 5 * 41.0]
     without = sample()
     del without["task_seconds"]
-    groups = group(entries_of({"a": without}))
+    groups = group(entries_of({"training-time/a": without}))
     assert charts.time_chart(groups[0].stream, groups) is None
 
 
@@ -226,6 +317,17 @@ def test_how_it_was_run() -> None:
 def test_another_base_is_another_experiment() -> None:
     assert changed_settings(sample(base_classes=40)["config"]) == {"base_classes": 40}
     assert changed_settings(sample(seed=3, order_seed=5, tasks=10, device="cpu", engine="eager")["config"]) == {}
+
+
+def test_another_class_order_is_no_other_seed() -> None:
+    entries = entries_of({"a": sample(), "b": sample(fall=9.0, order_seed=7)})
+    assert [(g.first.host_changes, len(g.entries)) for g in group(entries)] == [({}, 1), ({"order_seed": 7}, 1)]
+    assert len(panels(group(entries))) == 2
+    assert charts.sweep_charts(group(entries)) == []
+    (five,) = contents.paper_sheets(entries)
+    (row,) = [row for row in five.rows if row.cells[0].text == "PODNet"]
+    assert row.cells[2].text == f"{sample()['metrics']['AA']:.2f}"
+    assert "order_seed=7" in reproduced.page([entry.record for entry in entries])
 
 
 def test_latex_is_ready_to_paste() -> None:
@@ -250,6 +352,17 @@ def test_latex_is_ready_to_paste() -> None:
         r"\end{tabular}",
         r"\end{table}",
     ]
+
+
+def test_commits_are_short_in_latex_alone() -> None:
+    record = sample()
+    record["environment"]["commit"] = full = "0123456789abcdef0123456789abcdef01234567"
+    how = contents.how_sheet(group(entries_of({"a": record, "b": sample(seed=1)})))
+    assert "& 0123456789, abc123 " in sheet.latex(how)
+    assert full in sheet.markdown(how)
+    assert full in sheet.markup(how)
+    dated = sheet.Sheet("s", "t", (sheet.Column("n"),), (sheet.Row((sheet.word("1234567890123456"),)),))
+    assert "1234567890123456" in sheet.latex(dated)
 
 
 def test_every_latex_row_has_all_columns(made: Path) -> None:
@@ -312,6 +425,21 @@ def test_lines_of_the_lab_are_shown(walked: Path) -> None:
     assert (walked / "out" / "figures" / "lab-lab-path-picture.png").read_bytes() == (
         walked / "runs" / "lab" / "path.png"
     ).read_bytes()
+
+
+def test_findings_of_the_same_name_stay_apart(tmp_path: Path) -> None:
+    for place in ("one/figures/path", "two/figures/path", "three/figures/path-1", "four/figures/plain"):
+        file = tmp_path / f"{place}.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(walk()))
+    found = labs.find([tmp_path])
+    assert [finding.slug for finding in found] == [
+        "lab-figures-plain", "lab-figures-path-2", "lab-figures-path-1", "lab-figures-path-3",
+    ]  # fmt: skip
+    assert len({finding.title for finding in found}) == 4
+    entries = entries_of({"a": sample()})
+    ids = re.findall(r' id="(.*?)"', document.page(document.sections(entries, found), entries))
+    assert len(set(ids)) == len(ids)
 
 
 def test_a_broken_line_is_refused(walked: Path, tmp_path: Path) -> None:

@@ -9,13 +9,17 @@ import pytest
 
 from incvec.presets import changed_settings, resolve
 from incvec.records import find_records, read_record
+from incvec.report import ablations
 from incvec.report.reproduced import (
     bound_table,
     gains,
+    kind,
     others,
     page,
     paper,
+    paper_file,
     paper_gains,
+    runs_of,
     stand_in,
     switch_table,
     table,
@@ -25,10 +29,12 @@ from tests.report.samples import sample
 RESULTS = Path(__file__).parents[2] / "results"
 
 
-def record(seed: int, aa: float, *addons: str, dataset: str = "cifar100", **changed: Any) -> dict[str, Any]:
-    config = resolve({"method": "podnet", "dataset": dataset, "addons": list(addons), "seed": seed, **changed})
+def record(
+    seed: int, aa: float, *addons: str, dataset: str = "cifar100", method: str = "podnet", **changed: Any
+) -> dict[str, Any]:
+    config = resolve({"method": method, "dataset": dataset, "addons": list(addons), "seed": seed, **changed})
     return {
-        "method": "podnet", "addons": list(addons), "dataset": dataset, "tasks": 5, "oracle": False, "seed": seed,
+        "method": method, "addons": list(addons), "dataset": dataset, "tasks": 5, "oracle": False, "seed": seed,
         "metrics": {"AA": aa, "LA": aa - 10, "FM": 20.0}, "config": config.resolved(), "seconds": 60.0,
         "environment": {"device": "a card", "commit": "abc"},
     }  # fmt: skip
@@ -53,9 +59,9 @@ def test_gains_are_paired() -> None:
 
 
 def test_changed_settings_stay_out_of_the_main_table() -> None:
-    records = [record(0, 64.0), record(0, 99.0, podnet={"memory": 5})]
+    records = [record(0, 64.0), record(0, 99.0, podnet={"memory": 7})]
     assert row_of(table("cifar100", records), "| podnet | 5 |")[2] == "64.00"
-    assert "podnet.memory=5" in page(records)
+    assert "podnet.memory=7" in page(records)
 
 
 def test_a_base_setting_spelt_out_is_no_change() -> None:
@@ -200,10 +206,37 @@ def test_a_data_set_in_place_of_another() -> None:
     ]
     assert row_of(more, "| podnet | short |")[5:9] == ["+3.50", "+0.95", "+1.36", "+1.25"]
     assert row_of(lines, "| fcs | paper |")[3:7] == ["not run", "not run", "not run", "+2.92"]
-    text = page([*records, tiny(60.0, podnet={"memory": 5})])
+    text = page([*records, tiny(60.0, podnet={"memory": 7})])
     assert "64 x 64 pixels" in text
-    assert text.count("podnet.memory=5") == 1  # below, with what was changed
+    assert text.count("podnet.memory=7") == 1  # below, with what was changed
     assert "variant=short" not in text  # those have their own rows
+
+
+def test_the_papers_tables_of_single_settings() -> None:
+    records = [
+        record(0, 55.0, podnet={"memory": 5}), record(0, 61.0, "ivt", podnet={"memory": 5}), record(0, 65.0),
+        record(0, 60.0, "ivt", method="pass", ivt={"structure": "kernel"}),
+    ]  # fmt: skip
+    made = parts(page(records))
+    memory = next(lines for heading, lines in made.items() if heading.startswith("Memory size"))
+    fisher = next(lines for heading, lines in made.items() if heading.startswith("Diagonal against full"))
+    assert row_of(memory, "| podnet | `podnet.memory=5` |")[3:6] == ["55.00", "54.63", "+0.37"]
+    assert row_of(memory, "| podnet + ivt | `podnet.memory=5` |")[3:6] == ["61.00", "62.04", "-1.04"]
+    assert row_of(memory, "| podnet + eopc | `podnet.memory=10` |")[3:6] == ["not run", "62.90", ""]
+    assert row_of(memory, "| podnet | `podnet.memory=20` |")[3:6] == ["65.00", "64.00", "+1.00"]  # the preset's
+    assert row_of(fisher, "| pass + ivt | `ivt.structure=kernel` | 5 |")[3:6] == ["60.00", "59.73", "+0.27"]
+    assert row_of(fisher, "| pass + ivt | `ivt.structure=diagonal` | 10 |")[-2:] == ["11.29", ""]
+    assert "Other runs" not in made  # they are shown once
+
+
+def test_single_settings_agree_with_the_first_table_and_with_the_sweeps() -> None:
+    for name, content in paper_file()["ablations"].items():
+        planned = {kind(config.resolved()) for config in runs_of(content["sweep"])}
+        for row, config in zip(content["rows"], ablations.configs(name), strict=True):
+            assert kind(config.resolved()) in planned
+            if not changed_settings(config.resolved()):
+                for own, first in zip(row["paper"], paper()["cifar100"]["rows"][row["run"]][row["tasks"]], strict=True):
+                    assert own in (first, None)
 
 
 def test_committed_page_is_current() -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from incvec.config import digest
+from incvec.config import RunConfig, digest
 from incvec.errors import DataError
 from incvec.lab import style
 from incvec.lab.lines import FORMAT
@@ -21,6 +22,7 @@ from incvec.metrics import gap_closed
 from incvec.presets import changed_settings, resolve
 
 Record = Mapping[str, Any]
+USUAL_ORDER = RunConfig.model_fields["order_seed"].default
 
 
 class Missing(DataError):
@@ -30,15 +32,16 @@ class Missing(DataError):
 def gap(records: Sequence[Record], told: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
     """For each method and stream among the records: its runs' curves and the shares closed, as plain data.
 
-    A method with other settings is a study of its own; an add-on with other settings is left out where the
-    preset's was run. `told` hears of methods that lack their plain run or their oracle, unless all do.
+    A method with other settings, or on another class order, is a study of its own; an add-on with other settings is
+    left out where the preset's was run. `told` hears of methods that lack their plain run or their oracle, unless
+    all do.
     """
     joint = [record for record in records if record["method"] == "joint"]
     families: dict[str, list[Record]] = {}
     for record in records:
         if record["method"] != "joint":
-            key = digest([record[name] for name in ("dataset", "method", "tasks")] + [host_changes(record)])
-            families.setdefault(key, []).append(record)
+            stream = [record.get(name) for name in ("dataset", "method", "tasks", "class_order", "test_counts")]
+            families.setdefault(digest([*stream, host_changes(record)]), []).append(record)
     if not families:
         raise DataError("no record is of a method that learns task by task: give those of a run and of its oracle.")
     studies, missing = [], []
@@ -61,8 +64,14 @@ def addon_changes(record: Record) -> dict[str, Any]:
 
 
 def host_changes(record: Record) -> dict[str, Any]:
-    own = addon_changes(record)
-    return {key: value for key, value in changed_settings(record["config"]).items() if key not in own}
+    own, config = addon_changes(record), record["config"]
+    return {key: value for key, value in changed_settings(config).items() if key not in own} | order_changes(config)
+
+
+def order_changes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The class order's seed, where it is another than usual: accuracies on two orders are no two seeds of one."""
+    seed = config.get("order_seed", USUAL_ORDER)
+    return {} if seed == USUAL_ORDER or config.get("class_order") else {"order_seed": seed}
 
 
 def usual_of(records: Sequence[Record]) -> list[Record]:
@@ -78,13 +87,6 @@ def fits(joint: Record, record: Record) -> bool:
 
 def study(records: Sequence[Record], joint: Sequence[Record]) -> dict[str, Any]:
     """One method on one stream."""
-    for record in records[1:]:
-        for key in ("class_order", "test_counts"):
-            if record.get(key) != records[0].get(key):
-                raise DataError(
-                    f"two records of {record['method']} on {record['dataset']} have another {key.replace('_', ' ')}: "
-                    "their accuracies cannot be compared. Give the records of one stream."
-                )
     plain = by_seed(records, [], False)
     oracle = by_seed(records, [], True)
     for missing, changes in ((plain, {"addons": (), "oracle": False}), (oracle, {"addons": (), "oracle": True})):
@@ -167,8 +169,12 @@ def spread(rows: Sequence[Sequence[float]]) -> list[dict[str, float | None]]:
 
 def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     """Left, accuracy over the tasks; right, bars of the last accuracy."""
-    figure, table = style.new_figure(1, 2, 10.5, 4.4)
+    count = len(found["runs"])
+    between = " " if count <= 4 else "\n"
+    extra = 0.8 * max(0, count - 4)  # inches: more bars widen their panel
+    figure, table = style.new_figure(1, 2, 10.5 + extra, 4.4)
     left, right = table[0]
+    left.get_gridspec().set_width_ratios([5.25, 5.25 + extra])
     for place, run in enumerate(found["runs"]):
         look = style.look(run["method"], run["addons"], run["oracle"])
         means = [value["mean"] for value in run["accuracy"]]
@@ -188,13 +194,17 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
                 linestyle="", label="joint (multi-task optimum)",
             )  # fmt: skip
         bar = right.bar(place, run["LA"]["mean"], yerr=run["LA"]["std"], color=look.colour, width=0.65, capsize=4)
-        share = "" if run["gap_closed"] is None else f"\n{100 * run['gap_closed']:.0f} % of the gap"
+        share = (
+            ""
+            if run["gap_closed"] is None
+            else f"\n{100 * run['gap_closed']:.0f} %{between}of the gap".replace("-", "−")
+        )
         right.bar_label(bar, [f"{run['LA']['mean']:.1f}{share}"], fontsize=9, padding=2)
-    names = [style.look(r["method"], r["addons"], r["oracle"]).label.replace(" ", "\n", 1) for r in found["runs"]]
-    right.set_xticks(range(len(names)), names, fontsize=9)
+    names = [style.label(run["method"], run["addons"], run["oracle"]) for run in found["runs"]]
+    right.set_xticks(range(count), [textwrap.fill(name, 10) for name in names], fontsize=9)
     lasts = [run["LA"]["mean"] for run in found["runs"]]
     lowest = max(0, 10 * math.floor((min(lasts) - 10) / 10))
-    right.set_ylim(lowest, max(lasts) + 0.14 * (max(lasts) - lowest))
+    right.set_ylim(lowest, max(lasts) + (0.14 if count <= 4 else 0.2) * (max(lasts) - lowest))
     style.tidy(left, "Accuracy on all classes seen so far, %", "tasks learned")
     style.tidy(right, "Last accuracy, %" + (" (the axis does not begin at 0)" if lowest else ""), "")
     right.set_yticks([tick for tick in right.get_yticks() if lowest <= tick <= 100])
@@ -203,8 +213,25 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
 
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     style.legend_below(figure, left)
-    seeds = sorted({seed for run in found["runs"] for seed in run["seeds"]})
-    told = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    told = seeds_told(found["runs"])
     told += "".join(f"; {key} {value}" for key, value in found.get("changed", {}).items())
     style.note(figure, f"{style.dataset(found['dataset'])}; {found['tasks']} increments; {told}")
     return style.save(figure, stem)
+
+
+def seeds_told(runs: Sequence[Mapping[str, Any]]) -> str:
+    """`seeds 0, 1`; run by run where they differ, with those that a share of the gap is of."""
+    if all(run["seeds"] == runs[0]["seeds"] for run in runs):
+        return seeds_text(runs[0]["seeds"])
+    compared = [set(run["seeds"]) for run in runs if not run["addons"] and run["method"] != "joint"]  # plain, oracle
+    named: dict[str, list[str]] = {}
+    for run in runs:
+        own = sorted(set(run["seeds"]).intersection(*compared))
+        share = "" if run["gap_closed"] is None or own == run["seeds"] else f" (share of the gap: {seeds_text(own)})"
+        name = style.label(run["method"], run["addons"], run["oracle"])
+        named.setdefault(seeds_text(run["seeds"]) + share, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in named.items())
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from incvec.records import title
 from incvec.report import style
-from incvec.report.reproduced import Comparison, compare_gains, is_standard, paper, settings_text
+from incvec.report.reproduced import METRICS, Comparison, compare_gains, is_standard, paper_rows, settings_text
 from incvec.report.study import Entry, Group, Panel, Stream
 
 
@@ -31,7 +33,7 @@ class Lines:
     x_label: str
     y_label: str
     lines: tuple[Line, ...]
-    level: Line | None = None  # a single value, drawn across: joint training
+    levels: tuple[Line, ...] = ()  # single values, drawn across: joint training, the host of a swept add-on
     log: bool = False
     dense: bool = False  # so many points that only the last is marked
     note: str = ""
@@ -75,6 +77,8 @@ class Heat:
 
 
 Chart = Lines | Bars | Heat
+UNSET = {"ivt.interval": "only at the end"}
+TIMED = "training-time"  # the sweep whose runs have the device to themselves
 
 
 def deviation(values: Sequence[float]) -> float | None:
@@ -96,7 +100,7 @@ def accuracy_chart(panel: Panel) -> Lines:
     )
     return Lines(
         f"{panel.slug}-accuracy", panel.title, "tasks learned", "accuracy on the classes seen, %",
-        tuple(curve(each) for each in panel.groups), curve(panel.joint) if panel.joint else None, note=note,
+        tuple(curve(each) for each in panel.groups), (curve(panel.joint),) if panel.joint else (), note=note,
     )  # fmt: skip
 
 
@@ -116,13 +120,14 @@ def heat_charts(panel: Panel) -> list[Heat]:
 
 def last_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
     """Accuracy after the last task, with the paper's value marked where it has one."""
-    theirs = paper().get(stream.dataset, {"rows": {}})["rows"]
     bars = []
     for each in groups:
         if each.stream != stream or each.first.addon_changes:
             continue
         values = each.metric("LA")
-        known = theirs.get(each.name, {}).get(stream.tasks) if is_standard(each.first.record) else None
+        record = each.first.record
+        theirs = paper_rows(stream.dataset, record["method"]).get(each.name, {})
+        known = theirs.get(stream.tasks) if is_standard(record) else None
         changes = settings_text(each.first.host_changes)
         label = each.label + (f" ({changes})" if changes else "")
         mean = statistics.mean(values)
@@ -142,15 +147,16 @@ def bar_note(bars: Sequence[Bar], whiskers: str) -> str:
 
 
 def switch_charts(groups: Sequence[Group]) -> list[Bars]:
-    """What other settings of an add-on do to LA, where something else than a number was changed; paired by seed."""
+    """What other settings of an add-on do to LA, those left out that a line of `sweep_charts` shows; paired by seed."""
+    lined = [each for sweep in sweeps(groups) for each in sweep.groups]
     made = []
     for usual in groups:
         others = [
             each for each in groups
-            if (each.stream, each.name) == (usual.stream, usual.name)
+            if (each.stream, each.name) == (usual.stream, usual.name) and each not in lined
             and each.first.changes and each.first.changes == each.first.addon_changes
         ]  # fmt: skip
-        if usual.first.changes or all(is_number(v) for each in others for v in each.first.changes.values()):
+        if usual.first.changes:
             continue
         known = {entry.seed: entry.record["metrics"]["LA"] for entry in usual.entries}
         bars = []
@@ -191,42 +197,84 @@ def gain_bar(host: str, tasks: int, value: Comparison) -> Bar:
 
 
 def time_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
-    """Training time without the base task."""
+    """Training time without the base task. No record tells whether its run had the device to itself, so only those
+    below a folder of the sweep's name count: `incvec sweep training-time --at-once 1 --out runs/training-time`."""
+    alone = [Group(own) for each in groups if (own := tuple(e for e in each.entries if TIMED in Path(e.path).parts))]
     bars = [
         Bar(each.name, each.label, statistics.mean(each.seconds), deviation(each.seconds), len(each.seconds))
-        for each in groups
+        for each in alone
         if each.stream == stream and each.seconds and not each.first.changes
         and each.first.record["method"] != "joint"
     ]  # fmt: skip
-    note = "Evaluation and the shared base task left out. Compare runs only where they had the device to themselves."
+    note = f"Of the runs below a folder `{TIMED}`. Evaluation and the shared base task left out."
     title = f"{stream}: training time after the base task"
     return Bars(f"{stream.slug}-time", title, "seconds", tuple(bars), "s", note=note) if bars else None
 
 
-def sweep_charts(groups: Sequence[Group]) -> list[Lines]:
-    """LA against a setting, for groups that differ in that one number alone (the IVT interval, the memory)."""
-    found: dict[tuple[Stream, str, str], list[tuple[float, Group]]] = {}
+@dataclass(frozen=True)
+class Sweep:
+    """Groups that differ in one number alone."""
+
+    stream: Stream
+    name: str
+    setting: str
+    points: tuple[tuple[float, Group], ...]  # in the order of their values
+    unset: Group | None  # the setting is none: an interval is then the stage
+    plain: Group | None  # without the add-on whose setting it is
+
+    @property
+    def groups(self) -> list[Group]:
+        return [each for each in (*(each for _, each in self.points), self.unset, self.plain) if each is not None]
+
+    @property
+    def levels(self) -> list[tuple[str, Group]]:
+        """What has no place along the axis, with its label."""
+        made = [] if self.plain is None else [(self.plain.label, self.plain)]
+        unset = UNSET.get(self.setting, f"{self.setting.rpartition('.')[2]} none")
+        return made + ([] if self.unset is None else [(f"{style.label(self.name)}, {unset}", self.unset)])
+
+
+def sweeps(groups: Sequence[Group]) -> list[Sweep]:
+    """Every setting of which there are at least two numbers, the preset's among them."""
+    found: dict[tuple[Stream, str, str], list[Group]] = {}
     usual = {(each.stream, each.name): each for each in groups if not each.first.changes}
     for each in groups:
-        if len(each.first.changes) == 1:
-            ((setting, value),) = each.first.changes.items()
-            if is_number(value):
-                found.setdefault((each.stream, each.name, setting), []).append((float(value), each))
-    charts: dict[tuple[Stream, str], list[Line]] = {}
-    for (stream, name, setting), points in found.items():
-        if (default := usual.get((stream, name))) is not None:
-            section, _, key = setting.rpartition(".")
-            config = default.first.record["config"]
-            if is_number(value := (config.get(section, {}) if section else config).get(key)):
-                points.append((float(value), default))
+        if len(each.first.changes) == 1 and (setting := next(iter(each.first.changes))) != "order_seed":
+            found.setdefault((each.stream, each.name, setting), []).append(each)
+    made = []
+    for (stream, name, setting), own in found.items():
+        own += [usual[stream, name]] if (stream, name) in usual else []
+        values = [(setting_of(each, setting), each) for each in own]
+        points = sorted(((float(v), each) for v, each in values if is_number(v)), key=lambda point: point[0])
         if len(points) > 1:
-            charts.setdefault((stream, setting), []).append(sweep_line(name, points))
+            unset = next((each for value, each in values if value is None), None)
+            record = own[0].first.record
+            rest = [addon for addon in record["addons"] if addon != setting.partition(".")[0]]
+            plain = usual.get((stream, title({**record, "addons": rest}))) if rest != record["addons"] else None
+            made.append(Sweep(stream, name, setting, tuple(points), unset, plain))
+    return made
+
+
+def setting_of(each: Group, setting: str) -> Any:
+    section, _, key = setting.rpartition(".")
+    config = each.first.record["config"]
+    return (config.get(section, {}) if section else config).get(key, "")
+
+
+def sweep_charts(groups: Sequence[Group]) -> list[Lines]:
+    """AA, LA and FM against a setting (the IVT interval, the memory), a line for each run that it was changed for."""
+    charts: dict[tuple[Stream, str], list[Sweep]] = {}
+    for sweep in sweeps(groups):
+        charts.setdefault((sweep.stream, sweep.setting), []).append(sweep)
     return [
         Lines(
-            f"{stream.slug}-{setting.replace('.', '-')}", f"{stream}: LA against {setting}", setting, "LA, %",
-            tuple(lines), log=all(x > 0 for line in lines for x in line.x),
+            f"{stream.slug}-{setting.replace('.', '-')}-{metric}", f"{stream}: {metric} against {setting}", setting,
+            f"{metric}, %", tuple(sweep_line(sweep, metric) for sweep in own),
+            tuple(level for sweep in own for level in sweep_levels(sweep, metric)),
+            log=all(x > 0 for sweep in own for x, _ in sweep.points),
         )
-        for (stream, setting), lines in charts.items()
+        for (stream, setting), own in charts.items() for metric in METRICS
+        if all(each.metric(metric) for sweep in own for each in sweep.groups)
     ]  # fmt: skip
 
 
@@ -234,19 +282,29 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def sweep_line(name: str, points: Sequence[tuple[float, Group]]) -> Line:
-    """The mean over those seeds that all points share, where they share any: else one would compare seeds."""
-    ordered = sorted(points, key=lambda point: point[0])
-    shared = set.intersection(*({entry.seed for entry in each.entries} for _, each in ordered))
-    values = [
-        [float(entry.record["metrics"]["LA"]) for entry in each.entries if entry.seed in shared or not shared]
-        for _, each in ordered
-    ]
+def sweep_line(sweep: Sweep, metric: str) -> Line:
+    values = [sweep_values(sweep, each, metric) for _, each in sweep.points]
     several = all(len(v) > 1 for v in values)
     return Line(
-        name, style.label(name), tuple(x for x, _ in ordered), tuple(statistics.mean(v) for v in values),
-        tuple(statistics.stdev(v) for v in values) if several else None, min(len(v) for v in values),
+        sweep.name, style.label(sweep.name), tuple(x for x, _ in sweep.points), tuple(map(statistics.mean, values)),
+        tuple(map(statistics.stdev, values)) if several else None, min(map(len, values)),
     )  # fmt: skip
+
+
+def sweep_levels(sweep: Sweep, metric: str) -> Iterator[Line]:
+    for label, each in sweep.levels:
+        values = sweep_values(sweep, each, metric)
+        errors = (statistics.stdev(values),) if len(values) > 1 else None
+        yield Line(each.name, label, (1.0,), (statistics.mean(values),), errors, len(values))
+
+
+def sweep_values(sweep: Sweep, each: Group, metric: str) -> list[float]:
+    """Of those seeds that all of a sweep share, where they share any: else one would compare seeds."""
+    shared = set.intersection(*({entry.seed for entry in own.entries} for own in sweep.groups))
+    return [
+        float(entry.record["metrics"][metric]) for entry in each.entries
+        if (entry.seed in shared or not shared) and entry.record["metrics"][metric] is not None
+    ]  # fmt: skip
 
 
 def look(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from incvec.presets import changed_settings
 from incvec.report import style, tables
+from incvec.report.pretrained import starts_pretrained
 from incvec.report.reproduced import (
     METRICS,
     TASKS,
@@ -27,8 +28,8 @@ MEASURES = "AA: accuracy averaged over the tasks; LA: after the last one; FM: fo
 
 
 def paper_sheets(entries: Sequence[Entry]) -> list[Sheet]:
-    """The paper's table of each data set that has records, one sheet a number of increments."""
-    records = [entry.record for entry in entries]
+    """The paper's table of each data set with networks trained from scratch, one sheet a number of increments."""
+    records = [entry.record for entry in entries if not starts_pretrained(entry.record)]
     run = {(r["dataset"], r["tasks"]) for r in records}
     sheets = []
     for dataset in paper():
@@ -68,6 +69,8 @@ def gain_sheet(dataset: str, entries: Sequence[Entry]) -> Sheet | None:
     columns = [Column("host", number=False), Column("increments"), Column("seeds")]
     columns += [Column(label, ARROWS[m]) for m in METRICS for label in ("ours", "paper")]
     note = "With IVT minus without, paired by seed, in points; ± standard error of the mean where there are more seeds."
+    if any(starts_pretrained(entry.record) for entry in entries):
+        note += " The paper's FM of pre-trained models is another measure, so what IVT adds to it is left out."
     return Sheet(f"{dataset}-gains", f"{style.dataset(dataset)}: what IVT adds", tuple(columns), tuple(rows), note)
 
 
@@ -114,7 +117,8 @@ def group_sheet(dataset: str, groups: Sequence[Group]) -> Sheet:
     columns = [Column("run", number=False), Column("changed", number=False), Column("increments"), Column("seeds")]
     columns += [Column(ARROWS[name]) for name in METRICS] + [Column("time, s")]
     note = (
-        f"{MEASURES} Mean ± standard deviation over seeds. Time: training of all tasks but the base, which runs share."
+        f"{MEASURES} Mean ± standard deviation over seeds. Time: training of all tasks but the base, which runs share; "
+        "runs that shared a device took longer, so only those below a folder training-time are drawn."
     )
     return Sheet(f"{dataset}-all", f"{style.dataset(dataset)}: all that was run", tuple(columns), tuple(rows), note)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import incvec
 from incvec.errors import DataError
-from incvec.report import charts, contents, figures, labs, reproduced, sheet, style
+from incvec.report import ablations, charts, contents, figures, labs, pretrained, reproduced, sheet, style
 from incvec.report.charts import Chart, Heat
 from incvec.report.sheet import Sheet
 from incvec.report.study import Entry, Group, group, panels
@@ -59,15 +59,18 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
 
     yield part("ivt", "what IVT adds", [contents.gain_sheet(dataset, entries)], charts.gain_charts(dataset, entries))
     last = [charts.last_chart(stream, groups) for stream in streams]
-    beside = "beside the paper" if dataset in reproduced.paper() else "after the last task"
-    yield part("paper", beside, contents.paper_sheets(entries), last)
+    scratch = [entry.record for entry in entries if not pretrained.starts_pretrained(entry.record)]
+    sheets = [*contents.paper_sheets(entries), *(ablations.sheets(dataset, scratch) if scratch else [])]
+    sheets += pretrained.sheets(dataset, [entry.record for entry in entries])
+    known = dataset in reproduced.paper() or dataset in reproduced.paper_file()["pretrained"]
+    yield part("paper", "beside the paper" if known else "after the last task", sheets, last)
     gap = contents.gap_sheet(dataset, groups)
     yield part("tasks", "task after task", [gap], [charts.accuracy_chart(panel) for panel in chosen])
     yield part("matrices", "accuracy by task", [], [heat for panel in chosen for heat in charts.heat_charts(panel)])
     settings: list[Chart | None] = [*charts.switch_charts(groups), *charts.sweep_charts(groups)]
     settings += [charts.time_chart(stream, groups) for stream in streams]
     yield part("settings", "settings and time", [], settings)
-    yield part("all", "all that was run", [contents.group_sheet(dataset, groups)], [])
+    yield part("runs", "all that was run", [contents.group_sheet(dataset, groups)], [])
 
 
 def lead(entries: Sequence[Entry]) -> str:

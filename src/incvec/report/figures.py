@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from incvec.report import style
-from incvec.report.charts import Bars, Chart, Heat, Line, Lines
+from incvec.report.charts import Bar, Bars, Chart, Heat, Line, Lines
 
 MAP = "cividis"  # made for readers of any colour vision
 GRID = "#E5E5E5"
@@ -33,7 +34,7 @@ def write(chart: Chart, folder: Path) -> list[Path]:
 def draw(chart: Chart) -> Figure:
     height = {"lines": 4.2, "heat": 4.4}.get(chart.kind, 0.0)
     if isinstance(chart, Bars):
-        height = 1.5 + 0.34 * len(chart.bars)
+        height = 1.5 + sum(bar_heights(chart))
     width = 5.2 if isinstance(chart, Heat) else 6.6
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -61,9 +62,9 @@ def draw_lines(axes: Any, chart: Lines) -> None:
         if line.errors:
             low, high = band(line)
             axes.fill_between(line.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
-    if chart.level:
-        look = style.look(chart.level.name)
-        axes.axhline(chart.level.y[-1], label=chart.level.label, color=look.colour, linewidth=1.2, dashes=(6, 2, 1, 2))
+    for level in chart.levels:
+        look = style.look(level.name)
+        axes.axhline(level.y[-1], label=level.label, color=look.colour, linewidth=1.2, dashes=(6, 2, 1, 2))
     plain(axes, "y")
     if chart.log:
         axes.set_xscale("log")
@@ -83,18 +84,29 @@ def band(line: Line) -> tuple[list[float], list[float]]:
     return [y - e for y, e in pairs], [y + e for y, e in pairs]
 
 
+def bar_label(bar: Bar, chart: Bars) -> str:
+    """Its name and its value; a long name, such as one with a path, in a few short lines, cut where even those end."""
+    value = format(bar.value, "+.2f" if chart.signed else ".2f").replace("-", "−")
+    return textwrap.fill(bar.label, 34, max_lines=3, placeholder=" …") + f"  {value}"
+
+
+def bar_heights(chart: Bars) -> list[float]:
+    """Inches for each bar, by the lines of its label."""
+    return [0.16 + 0.18 * len(bar_label(bar, chart).splitlines()) for bar in chart.bars]
+
+
 def draw_bars(axes: Any, chart: Bars) -> None:
-    places = range(len(chart.bars))
-    for place, bar in enumerate(chart.bars):
+    names = [bar_label(bar, chart) for bar in chart.bars]
+    heights = bar_heights(chart)
+    places = [sum(heights[:place]) + heights[place] / 2 for place in range(len(names))]
+    for place, bar in zip(places, chart.bars, strict=True):
         colour = style.look(bar.name).colour
-        axes.barh(place, bar.value, height=0.62, color=colour, alpha=0.55 if style.hollow(bar.name) else 1.0)
+        axes.barh(place, bar.value, height=0.21, color=colour, alpha=0.55 if style.hollow(bar.name) else 1.0)
         if bar.error is not None:
             axes.errorbar(bar.value, place, xerr=bar.error, color="#333333", capsize=3, linewidth=1.2)
         if bar.paper is not None:
             axes.plot(bar.paper, place, marker="D", color="white", markeredgecolor="black", markersize=5.5)
-    form = "+.2f" if chart.signed else ".2f"
-    names = [f"{bar.label}  {bar.value:{form}}".replace("-", "−") for bar in chart.bars]
-    axes.set_yticks(list(places), names)
+    axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.axvline(0, color="#333333", linewidth=0.8)
     axes.set_xlabel(chart.x_label)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,14 +33,15 @@ class Finding:
 
     file: Path
     data: Mapping[str, Any] = field(repr=False)
+    number: int = 0  # among those whose folder and file have the same names; 0 where there is one alone
 
     @property
     def slug(self) -> str:
-        return f"lab-{self.file.parent.name}-{self.file.stem}"
+        return f"lab-{self.file.parent.name}-{self.file.stem}" + (f"-{self.number}" if self.number else "")
 
     @property
     def title(self) -> str:
-        return f"{KINDS[self.data['kind']]} ({self.file.stem})"
+        return f"{KINDS[self.data['kind']]} ({self.file.with_suffix('') if self.number else self.file.stem})"
 
     @cached_property
     def pictures(self) -> dict[str, bytes]:
@@ -51,7 +54,22 @@ def find(paths: Sequence[Path]) -> list[Finding]:
     """Every file that a lab command left at or below the folders."""
     found = [(file, read(file)) for file in findings([path for path in paths if path.is_dir()])]
     made = [Finding(file, data) for file, data in found if data is not None]
-    return sorted(made, key=lambda finding: (finding.file.parent, list(KINDS).index(finding.data["kind"])))
+    ordered = sorted(made, key=lambda finding: (finding.file.parent, list(KINDS).index(finding.data["kind"])))
+    return numbered(ordered)
+
+
+def numbered(findings: Sequence[Finding]) -> list[Finding]:
+    """Each with a slug of its own, which names its place on the page and its files."""
+    count = Counter(finding.slug for finding in findings)
+    taken = {slug for slug, times in count.items() if times == 1}
+    kept = []
+    for finding in findings:
+        if count[finding.slug] > 1:
+            numbers = (replace(finding, number=number) for number in itertools.count(1))
+            finding = next(each for each in numbers if each.slug not in taken)
+            taken.add(finding.slug)
+        kept.append(finding)
+    return kept
 
 
 def path_sheet(finding: Finding) -> Sheet | None:

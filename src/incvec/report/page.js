@@ -107,7 +107,7 @@
       }
       const xs = c.lines.flatMap((l) => l.x.map((x) => this.along(x)));
       const ys = c.lines.flatMap((l) => l.y.flatMap((y, k) => [y - (l.errors ? l.errors[k] : 0), y + (l.errors ? l.errors[k] : 0)]));
-      if (c.level) ys.push(c.level.y.at(-1));
+      ys.push(...c.levels.map((level) => level.y.at(-1)));
       const dx = (Math.max(...xs) - Math.min(...xs) || 1) * 0.04, dy = (Math.max(...ys) - Math.min(...ys) || 1) * 0.08;
       return { x0: Math.min(...xs) - dx, x1: Math.max(...xs) + dx, y0: Math.min(...ys) - dy, y1: Math.max(...ys) + dy };
     }
@@ -170,10 +170,12 @@
       make(this.svg, "line", { class: "axis", x1: this.left, x2: this.right, y1: this.bottom, y2: this.bottom });
       make(this.svg, "text", { class: "title", x: (this.left + this.right) / 2, y: this.height - 8, "text-anchor": "middle" }, c.x_label);
       const inside = make(this.svg, "g", { "clip-path": `url(#${id})` });
-      if (c.level && !this.hidden.has(c.level.label)) {
-        const y = this.py(c.level.y.at(-1));
-        make(inside, "line", { x1: this.left, x2: this.right, y1: y, y2: y, "stroke-width": 1.5, "stroke-dasharray": "9 3 2 3", style: `stroke:${ink(c.level.look.colour)}` });
-        this.points.push({ x: this.right - 8, y, name: c.level.label, text: `LA ${shown(c.level.y.at(-1))} %${this.around(c.level, c.level.y.length - 1)}` });
+      const metric = c.x_label === "tasks learned" ? "LA" : c.y_label.split(",")[0];
+      for (const level of c.levels) {
+        if (this.hidden.has(level.label)) continue;
+        const y = this.py(level.y.at(-1));
+        make(inside, "line", { x1: this.left, x2: this.right, y1: y, y2: y, "stroke-width": 1.5, "stroke-dasharray": "9 3 2 3", style: `stroke:${ink(level.look.colour)}` });
+        this.points.push({ x: this.right - 8, y, name: level.label, text: `${metric} ${shown(level.y.at(-1))} %${this.around(level, level.y.length - 1)}` });
       }
       for (const line of c.lines) {
         if (this.hidden.has(line.label)) continue;
@@ -263,13 +265,13 @@
     }
 
     legend(list) {
-      const all = [...this.chart.lines, ...(this.chart.level ? [this.chart.level] : [])];
+      const all = [...this.chart.lines, ...this.chart.levels];
       for (const line of all) {
         const button = list.appendChild(document.createElement("button"));
         button.type = "button";
         button.setAttribute("aria-pressed", "true");
         const sample = make(button, "svg", { width: 34, height: 16, "aria-hidden": "true" });
-        const level = line === this.chart.level;
+        const level = this.chart.levels.includes(line);
         make(sample, "line", { x1: 1, x2: 33, y1: 8, y2: 8, "stroke-width": 2, "stroke-dasharray": level ? "9 3 2 3" : line.look.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.look.colour)}` });
         if (!level) marker(sample, line.look, 17, 8);
         button.append(line.label);

@@ -1,4 +1,4 @@
-"""The part of `results/REPRODUCED.md` about pre-trained models: a table for each, headed with what it is.
+"""What `results/REPRODUCED.md` and a report say of pre-trained models: a table for each, headed with what it is.
 
 CLIP's stands beside the paper's numbers. Any other model's stands alone: its numbers are no reproduction of CLIP's.
 """
@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from incvec.lab.gap import order_changes
 from incvec.methods import find_method
 from incvec.presets import changed_settings
-from incvec.report.reproduced import made_from, paper_file, row_name, spread
+from incvec.report import style
+from incvec.report.reproduced import Comparison, known, made_from, paper_file, row_name, spread
+from incvec.report.sheet import Cell, Column, Row, Sheet, number, word
+from incvec.report.sheet import spread as sheet_spread
 
 Records = Sequence[Mapping[str, Any]]
 MEASURES = ("AA", "LA", "FM", "fm_spu")
@@ -56,7 +60,7 @@ def chosen(part: Part, variant: str, records: Records) -> list[Mapping[str, Any]
     for record in records:
         if record["dataset"] != part.dataset or len(record["class_order"]) != part.classes:
             continue
-        changed = set(changed_settings(record["config"])) - {"variant"}
+        changed = {*changed_settings(record["config"]), *order_changes(record["config"])} - {"variant"}
         changed = {key for key in changed if not key.endswith(".weights")}  # a local copy
         if record["oracle"] or record["config"]["variant"] != variant or changed:
             continue
@@ -118,6 +122,46 @@ def gains(part: Part, records: Records, clip: bool) -> list[str]:
     heads = ["host", "tasks", "AA", "LA", "FM", *(["LA, paper"] if clip else [])]
     head = ["", "IVT adds, in points:", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     return [*head, *lines] if lines else []
+
+
+def sheets(dataset: str, records: Records) -> list[Sheet]:
+    """The tables for a report, of those models that were run."""
+    records = [r for r in records if starts_pretrained(r)]
+    made = []
+    for clip, parts in ((True, clip_parts()), (False, lite_parts())):
+        for part in parts:
+            own = chosen(part, "paper" if clip else "lite", records)
+            if part.dataset == dataset and own:
+                made.append(part_sheet(part, own, clip))
+    return made
+
+
+def part_sheet(part: Part, records: Records, clip: bool) -> Sheet:
+    theirs = paper_file()["pretrained"][part.dataset]["rows"] if clip else {}
+    rows = []
+    for tasks, row in ((tasks, row) for tasks in part.tasks for row in part.rows):
+        own = [r for r in records if row_name(r) == row and r["tasks"] == tasks]
+        cells = [word(style.label(row)), number(tasks, "d"), number(len(own), "d")]
+        told: Sequence[float | None] = theirs[row][tasks] if clip else ()
+        for place, measure in enumerate(MEASURES):
+            ours = Comparison(known(r["metrics"].get(measure) for r in own), None)
+            cells.append(sheet_spread(ours, missing="–" if own else "not run"))
+            cells += [number(told[place])] if clip and place < 2 else []
+        if clip:
+            forgetting = number(told[2])
+            cells.append(Cell(f"{forgetting.text} (FM)", forgetting.value) if row in OWN_FM else forgetting)
+        rows.append(Row(tuple(cells), quiet=not own))
+    columns = [Column("method", number=False), Column("tasks"), Column("seeds")]
+    for heading in ("AA ↑", "LA ↑"):
+        columns += [Column("ours", heading), Column("paper", heading)] if clip else [Column(heading)]
+    columns += [Column("FM ↓"), Column("fm_spu"), *([Column("paper's FM")] if clip else [])]
+    if clip:
+        title = f"CLIP ViT-B/16: {part.title} (the paper's table of pre-trained models)"
+        note = "FM is the written formula; the paper's own numbers agree with fm_spu instead, save RAPF's."
+    else:
+        title = f"Not CLIP: {part.title}"
+        note = f"{LITE_TITLE}. None of these numbers is one of CLIP's or comparable with the paper's."
+    return Sheet(f"{part.dataset}-{'clip' if clip else 'lite'}", title, tuple(columns), tuple(rows), note)
 
 
 def section(records: Records) -> list[str]:

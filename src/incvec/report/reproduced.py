@@ -18,6 +18,8 @@ import yaml
 
 from incvec.config import RunConfig, digest
 from incvec.engine.sweep import read_sweep
+from incvec.lab.gap import order_changes
+from incvec.methods import find_method
 from incvec.metrics import gap_closed
 from incvec.presets import changed_settings, resolve, sweeps
 from incvec.records import find_records, read_record
@@ -63,7 +65,15 @@ def paper_file() -> dict[str, Any]:
 
 def paper() -> dict[str, Any]:
     """The paper's values of networks trained from scratch, by data set, row and number of tasks."""
-    return {name: content for name, content in paper_file().items() if name != "pretrained"}
+    return {name: content for name, content in paper_file().items() if name not in ("ablations", "pretrained")}
+
+
+def paper_rows(dataset: str, method: str) -> Mapping[str, Mapping[int, Sequence[float | None]]]:
+    """The rows that a method's would be among, without the FM of pre-trained models: it is another measure there."""
+    if not find_method(method).pretrained:
+        return paper().get(dataset, {}).get("rows", {})  # type: ignore[no-any-return]
+    rows = paper_file()["pretrained"].get(dataset, {}).get("rows", {})
+    return {row: {tasks: [*values[:2], None] for tasks, values in own.items()} for row, own in rows.items()}
 
 
 def row_name(record: Mapping[str, Any]) -> str:
@@ -75,7 +85,9 @@ def is_standard(record: Mapping[str, Any], variant: str | None = None) -> bool:
     usual = paper().get(record["dataset"], {}).get("variants", {}).get(row_name(record), "paper")
     wanted = usual if variant is None else variant
     expected = {} if wanted == "paper" else {"variant": wanted}
-    return not (record["oracle"] or record.get("label")) and changed_settings(record["config"]) == expected
+    changed = changed_settings(record["config"]) | order_changes(record["config"])
+    changed = {key: value for key, value in changed.items() if not key.endswith(".weights")}  # a local copy
+    return not (record["oracle"] or record.get("label")) and changed == expected
 
 
 def cells(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], Cell]:
@@ -111,14 +123,13 @@ def compare(dataset: str, tasks: int, records: Sequence[Mapping[str, Any]]) -> d
 def compare_gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int], list[Comparison]]:
     """What IVT adds to AA, LA and FM by (host, tasks): differences of runs that share their seeds."""
     ours = standard_cells(dataset, records)
-    values = paper().get(dataset, {"rows": {}})["rows"]
     found = {}
     for (row, tasks), cell in sorted(ours.items()):
         with_ivt = ours.get((f"{row} + ivt", tasks), {})
         seeds = sorted(set(cell) & set(with_ivt), key=str)
         if not seeds:
             continue
-        theirs = paper_gains(values, row, tasks)
+        theirs = paper_gains(paper_rows(dataset, row.partition(" + ")[0]), row, tasks)
         found[row, tasks] = [
             Comparison(known(minus(with_ivt[seed][metric], cell[seed][metric]) for seed in seeds), theirs[place])
             for place, metric in enumerate(METRICS)
@@ -181,8 +192,9 @@ def runs_of(sweep: str) -> list[RunConfig]:
 
 
 def kind(own: Mapping[str, Any]) -> str:
-    """The same for resolved configurations that differ in their seeds, device and engine alone."""
-    return digest([own["method"], own["addons"], own["dataset"], own["tasks"], own["oracle"], changed_settings(own)])
+    """The same for resolved configurations that differ in their seed, device and engine alone."""
+    changed = changed_settings(own) | order_changes(own)
+    return digest([own["method"], own["addons"], own["dataset"], own["tasks"], own["oracle"], changed])
 
 
 def alike(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> Cell:
@@ -311,7 +323,10 @@ def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping
 
 def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Records that no other section has."""
+    from incvec.report import ablations
+
     shown = {kind(config.resolved()) for sweep in (BOUNDS, *SWITCHES) for config in runs_of(sweep)}
+    shown |= ablations.kinds(dataset)
     content = paper()[dataset]
     stands_in = [variant for variant in content.get("settings", ()) if "beside" in content]
     rows = [
@@ -324,7 +339,7 @@ def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     lines = ["| run | tasks | seed | changed | AA | LA | FM |", "|---" * 7 + "|"]
     for r in sorted(rows, key=lambda r: (row_name(r), r["tasks"], r["seed"])):
-        changed = settings_text(changed_settings(r["config"])) or "-"
+        changed = settings_text(changed_settings(r["config"]) | order_changes(r["config"])) or "-"
         m = r["metrics"]
         forgetting = "" if m["FM"] is None else f"{m['FM']:.2f}"
         name = row_name(r) + (" (oracle)" if r["oracle"] else "")
@@ -350,7 +365,7 @@ def made_from(used: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def page(records: Sequence[Mapping[str, Any]]) -> str:
     """The whole page."""
-    from incvec.report import pretrained
+    from incvec.report import ablations, pretrained
 
     every, records = records, [r for r in records if not pretrained.starts_pretrained(r)]
     lines = [
@@ -365,6 +380,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         lines += ["", f"## {content['title']}", "", *body]
         if "beside" not in content and (paired := gains(dataset, records)):
             lines += ["", "### What IVT adds", "", *paired]
+        lines += ablations.section(dataset, records)
         if bounds := bound_table(dataset, records):
             lines += ["", "### The oracle and joint training", "", *bounds]
         if switches := switch_table(dataset, records):

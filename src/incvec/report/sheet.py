@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from incvec.report.reproduced import Comparison
 
 LONG = 40  # letters of code that may break
+COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,17 @@ def escaped(text: str) -> str:
 
 
 def latex_cell(cell: Cell) -> str:
-    """A signed number and its spread in one formula, so that signs and gaps come out right."""
+    """A signed number and its spread in one formula, so that signs and gaps come out right; commits cut short, so
+    that a table fits the page."""
+    text = COMMIT.sub(r"\1", cell.text)
     if cell.code:
-        return rf"\texttt{{{escaped(cell.text)}}}"
-    if found := re.fullmatch(r"([+−]?[\d.]+)(?: ± ([\d.]+))?", cell.text):
+        return rf"\texttt{{{escaped(text)}}}"
+    if found := re.fullmatch(r"([+−]?[\d.]+)(?: ± ([\d.]+))?", text):
         value = found[1].replace("−", "-")
         if found[2]:
             return rf"${value}_{{\pm {found[2]}}}$"
         return f"${value}$" if value[0] in "+-" else value
-    return escaped(cell.text)
+    return escaped(text)
 
 
 def latex(sheet: Sheet) -> str:
