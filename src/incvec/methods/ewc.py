@@ -61,6 +61,7 @@ class EWC(Finetune):
     paper = "Overcoming catastrophic forgetting in neural networks, https://arxiv.org/abs/1612.00796"
     Options = EWCOptions
     options: EWCOptions
+    holds_old_rows = True
 
     def stages(self, task: Task) -> list[Stage]:
         main = self.main_stage(task)
