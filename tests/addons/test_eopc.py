@@ -263,6 +263,20 @@ def test_the_path_begins_at_the_model_before(
             assert start[new].std().item() == pytest.approx(1 / math.sqrt(rows), rel=0.4)
 
 
+def test_new_biases_begin_the_path_at_zero(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def note(self: EOPC, task: Task) -> None:
+        found.append((self.start[f"head.blocks.{task.index}.weight"], self.start[f"head.blocks.{task.index}.bias"]))
+
+    watch(monkeypatch, EOPC, "begin_task", after=note)
+    run_on(few, tmp_path, "mrfa", "eopc")
+    assert len(found) == 2
+    for weight, bias in found:
+        assert weight.any()
+        assert torch.equal(bias, torch.zeros(2))
+
+
 @pytest.mark.parametrize("method", ["podnet", "mrfa"])
 def test_the_network_rests_while_the_path_is_trained(
     method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

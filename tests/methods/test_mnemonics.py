@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incvec.contracts import Batch, Task, World
+from incvec.contracts import Batch, Stage, Task, World
 from incvec.data import Dataset, ImageSource, Views
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
 from incvec.methods.mnemonics import Mnemonics, MnemonicsOptions, ScaledConv, nearest_mean_loss, to_pixels
 from incvec.presets import preset
+from tests.addons.tools import Tensors, same, state_of, watch
 from tests.conftest import make_run, quick
 
 
@@ -206,6 +207,25 @@ def test_only_the_exemplars_get_a_gradient(few: Dataset, tmp_path: Path) -> None
     with torch.no_grad():
         exemplars -= 0.1 * gradient / gradient.norm()
     assert method.exemplar_loss(batch)["means"] < before
+
+
+def test_the_network_rests_while_the_exemplars_are_trained(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and BatchNorm's statistics alike; both stages of a task in turn."""
+    states: list[Tensors] = []
+
+    def note(self: Mnemonics, task: Task, stage: Stage) -> None:
+        if stage.name == "exemplars":
+            assert stage.batchnorm == "frozen"
+            states.append(state_of(self.model))
+
+    watch(monkeypatch, Mnemonics, "begin_stage", after=note)
+    watch(monkeypatch, Mnemonics, "end_stage", before=note)
+    finish(make_run(few, tmp_path, quick("mnemonics")))
+    assert len(states) == 6
+    for before, after in zip(states[::2], states[1::2], strict=True):
+        same(before, after)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

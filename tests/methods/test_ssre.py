@@ -185,6 +185,17 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     assert math.isclose(terms["prototypes"].item(), 10 * remembered, rel_tol=1e-4)
 
 
+def test_the_base_task_divides_its_logits_by_the_temperature(few: Dataset, tmp_path: Path) -> None:
+    method = in_task(SSRE, few, tmp_path, 0, ssre={"temperature": 0.3})
+    method.eval()
+    batch = method.world.train.fetch(method.rows_of([0, 1])[::10], None, ("test",))
+    terms = method.loss(batch)
+    assert list(terms) == ["ce"]
+    logits = method.model(batch.images).logits
+    torch.testing.assert_close(terms["ce"], F.cross_entropy(logits / 0.3, batch.labels))
+    assert not torch.allclose(terms["ce"], F.cross_entropy(logits, batch.labels), rtol=1e-2)
+
+
 def test_presets_differ_as_the_settings_do() -> None:
     assert preset("ssre", "cifar100") == {}
     assert preset("ssre", "cifar100", "authors")["net"] == "resnet18-cifar"
