@@ -16,6 +16,7 @@ from incvec.contracts import Batch, Stage, Task, World
 from incvec.data import Dataset, ImageSource, Views
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
+from incvec.errors import ConfigError
 from incvec.methods.mnemonics import Mnemonics, MnemonicsOptions, ScaledConv, nearest_mean_loss, to_pixels
 from incvec.presets import preset
 from tests.addons.tools import Tensors, same, state_of, watch
@@ -245,6 +246,15 @@ def test_gradients_lie_as_the_exemplars_do(channels: int) -> None:
     batch = source.fetch(torch.arange(4), None, ("test",))
     (gradient,) = torch.autograd.grad(method.exemplar_loss(batch)["means"], method.auxiliary["exemplars"])
     assert gradient.stride() == method.auxiliary["exemplars"].stride()
+
+
+def test_images_stored_larger_than_they_are_seen_are_refused() -> None:
+    """Before the base task is trained, not when its exemplars are to be stored."""
+    views = Views(0, False, 0.0, [0.5], [0.5])
+    source = ImageSource(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1]), views)
+    world = World(torch.device("cpu"), (Task(0, 0, 2, 1),), {"train": source}, generator(), (1, 6, 6))
+    with pytest.raises(ConfigError, match=r"sees them, \[1, 6, 6\], .* of \[1, 8, 8\].*image_size=8"):
+        Mnemonics(MnemonicsOptions.model_validate({"net": "tiny"}), world)
 
 
 @pytest.mark.parametrize("host", ["icarl", "lucir"])

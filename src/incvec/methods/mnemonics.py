@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from incvec.contracts import Batch, Group, Optimiser, Output, Schedule, Stage, Task, Terms, World
 from incvec.data.memory import extend
 from incvec.data.source import ImageSource
+from incvec.errors import ConfigError
 from incvec.methods.common import distillation, exchange_convs
 from incvec.methods.lucir import LUCIR, LUCIROptions
 
@@ -82,6 +83,13 @@ class Mnemonics(LUCIR):
 
     def __init__(self, options: MnemonicsOptions, world: World) -> None:
         super().__init__(options, world)
+        source = cast(ImageSource, world.train)
+        stored = tuple(getattr(source, "row", None) or source.images.shape[1:])
+        if stored != world.image_shape:
+            raise ConfigError(
+                f"mnemonics stores exemplars as the network sees them, {list(world.image_shape)}, beside images "
+                f"of {list(stored)}; expected the same shape. Set image_size={stored[-1]}."
+            )
         self.originals = len(world.train.labels)  # rows behind these are trained exemplars
         if options.transfer:
             exchange_convs(self.model.backbone, ScaledConv, lambda conv: True)
