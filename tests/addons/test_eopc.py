@@ -364,6 +364,23 @@ def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
     assert run.parts.addons[0].state() == {}  # nothing is carried between tasks
 
 
+@pytest.mark.parametrize(
+    ("dataset", "radius", "ensemble_radius", "place"),
+    [
+        ("cifar100", 6.0, 6.0, 0.75),
+        ("imagenet-subset", 1e-3, 1e-2, 0.75),
+        ("tiny-imagenet-100", 1e-3, 1e-2, 0.75),
+        ("imagenet", 0.0, 1e-2, 0.85),
+    ],
+)
+def test_presets(dataset: str, radius: float, ensemble_radius: float, place: float) -> None:
+    own = resolve({"method": "podnet", "addons": ["eopc"], "dataset": dataset}).sections["eopc"]
+    assert (own["radius"], own["ensemble_radius"], own["cut_off"], own["centre"]) == (
+        radius, ensemble_radius, place, place,
+    )  # fmt: skip
+    assert (own["epochs"], own["lr"], own["batch_size"], own["positions"], own["members"]) == (20, 0.1, 128, 10, 10)
+
+
 def test_methods_without_exemplars_are_refused() -> None:
     for method in ("finetune", "pass", "ssre"):
         with pytest.raises(ConfigError, match=f"exemplars of all classes seen, and {method} keeps none"):
