@@ -280,6 +280,15 @@ def test_the_loss_of_an_increment(host: str, few: Dataset, tmp_path: Path) -> No
     torch.testing.assert_close(terms["ce"].detach(), F.cross_entropy(new, batch.labels))
 
 
+def test_add_ons_reach_the_factors_from_the_second_increment_on(few: Dataset, tmp_path: Path) -> None:
+    """The stem has a convolution and a norm: of the two only the norm has a past in the first increment."""
+    run = make_run(few, tmp_path, quick("mnemonics", "ivt"))
+    finish(run)
+    first, second = ({p for p in run.progress.facts[task]["ivt"] if "stem" in p} for task in (1, 2))
+    assert first == {"backbone.stem.norm"}
+    assert second == {"backbone.stem.conv", "backbone.stem.norm"}
+
+
 def test_a_fixed_total_shrinks_the_memory(few: Dataset, tmp_path: Path) -> None:
     method, source = after_tasks(make_run(few, tmp_path, quick("mnemonics", mnemonics={"memory_total": 12})), 2)
     own = len(few.train_labels)

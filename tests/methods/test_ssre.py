@@ -16,7 +16,7 @@ from incvec.methods.common import exchange_convs, extract
 from incvec.methods.ssre import SSRE, AdaptedConv, likeness, weighted_cross_entropy, weighted_distillation
 from incvec.presets import preset
 from tests.conftest import make_run, quick
-from tests.methods.endings import in_task
+from tests.methods.endings import finished, in_task
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -194,6 +194,13 @@ def test_the_base_task_divides_its_logits_by_the_temperature(few: Dataset, tmp_p
     logits = method.model(batch.images).logits
     torch.testing.assert_close(terms["ce"], F.cross_entropy(logits / 0.3, batch.labels))
     assert not torch.allclose(terms["ce"], F.cross_entropy(logits, batch.labels), rtol=1e-2)
+
+
+def test_add_ons_reach_the_adapters_from_the_second_increment_on(few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "ssre", "ivt")
+    first, second = (set(run.progress.facts[task]["ivt"]) for task in (1, 2))
+    assert first == {"all", "head.blocks.0"}
+    assert second == {"all", "backbone.stages.0", "backbone.stages.1", "head.blocks.0", "head.blocks.1"}
 
 
 def test_presets_differ_as_the_settings_do() -> None:

@@ -14,6 +14,10 @@ around; the mirror image in class means is a real one (theirs reverses the colou
 their default is 2,000 in all. At the released rate of 1e-5 for one epoch the pixels move by so little that rounding
 undoes it (on the embedded digits, for every one of them), and what is stored is what was herded; with a larger
 `exemplar_lr` they do move.
+
+Factors are new in the first increment: they have no F and no weights before, so that there `ivt`, `cofima` and
+`fisher-merge` act on BatchNorm and the head's scale alone (old rows rest, kernels too); from the second on they act
+on the factors as well.
 """
 
 from __future__ import annotations
