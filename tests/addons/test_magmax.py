@@ -133,6 +133,22 @@ def test_ssre_is_merged_with_its_adapters_folded(few: Dataset, tmp_path: Path, m
     assert not torch.equal(trained[1][kernel], trained[0][kernel])
 
 
+def test_what_the_network_gains_later_is_merged_from_its_start(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mnemonics' factors are ones as its first increment begins, and every task after it trains them."""
+    trained = record_trained(monkeypatch, MagMax)
+    run = run_on(few, tmp_path, "mnemonics", "magmax", mnemonics={"lr": 0.5})
+    factors = [name for name in trained[2] if name.endswith(".factor")]
+    assert factors
+    for name in factors:
+        vectors = [trained[task][name] - 1 for task in (1, 2)]
+        assert vectors[0].any()
+        assert not torch.equal(*vectors)
+        assert torch.equal(snapshot(run, 1)[name], 1 + 0.5 * vectors[0])
+        assert torch.equal(snapshot(run, 2)[name], 1 + 0.5 * larger(*vectors))
+
+
 def test_the_base_row_is_that_of_the_base_model(few: Dataset, tmp_path: Path) -> None:
     merged = run_on(few, tmp_path / "merged", "finetune", "magmax")
     plain = run_on(few, tmp_path / "plain", "finetune")
