@@ -12,9 +12,10 @@ from torch import Tensor
 from incvec.addons.cofima import CoFiMA, CoFiMAOptions
 from incvec.addons.fisher_merge import FisherMerge, FisherMergeOptions
 from incvec.addons.merging import FisherReplace
-from incvec.contracts import Task
+from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.methods.common import ImageMethod
+from incvec.methods.ewc import EWC
 from tests.addons.tools import Tensors, run_on, same, snapshot, state_of, watch
 
 Row = dict[str, Tensors]
@@ -135,6 +136,36 @@ def test_statistics_and_exemplars_are_taken_from_the_merged_weights(
     assert len(herded) == 5  # base: at its end; then for the balanced stage and after the merge, twice
     same(herded[2], rows[1]["merged"])
     same(herded[4], rows[2]["merged"])
+
+
+@pytest.mark.parametrize("addons", [("cofima",), ("fisher-merge",), ("ivt", "cofima", "imm")], ids="+".join)
+def test_ewc_measures_the_weights_it_holds_in_place(
+    addons: tuple[str, ...], few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F and theta* are both of the merged model; its anchor is taken at the task's end."""
+    measured: list[Tensors] = []
+    trained: list[Tensors] = []
+
+    def note(self: EWC, task: Task, stage: Stage) -> None:
+        if stage.role == "measure":
+            measured.append(state_of(self.model))
+
+    watch(monkeypatch, EWC, "begin_stage", before=note)
+    watch(monkeypatch, EWC, "end_task", before=lambda self, task: trained.append(state_of(self.model)))
+    run = run_on(few, tmp_path, "ewc", *addons)
+    merge = f"{addons[0] if len(addons) == 1 else addons[1]}-fisher"
+    names = [[stage.name for stage in run._plan(task)] for task in run.parts.tasks]
+    last = ["imm-fisher"] if "imm" in addons else []
+    assert names[0] == ["main", "fisher", merge, *last]  # nothing to merge yet
+    assert names[1] == names[2] == ["main", merge, "fisher", *last]
+    for before, after in zip(measured, trained, strict=True):
+        same(before, after)
+
+
+def test_what_a_method_measures_before_training_stays_before_the_merge(few: Dataset, tmp_path: Path) -> None:
+    run = run_on(few, tmp_path, "spu", "cofima", tasks=3, base_classes=0, spu={"net": "small", "epochs": 1})
+    names = [stage.name for stage in run._plan(run.parts.tasks[1])]
+    assert names == ["score", "main", "cofima-fisher"]
 
 
 def test_prototypes_are_those_of_the_merged_model(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:

@@ -263,6 +263,20 @@ def test_the_path_begins_at_the_model_before(
             assert start[new].std().item() == pytest.approx(1 / math.sqrt(rows), rel=0.4)
 
 
+def test_new_biases_begin_the_path_at_zero(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def note(self: EOPC, task: Task) -> None:
+        found.append((self.start[f"head.blocks.{task.index}.weight"], self.start[f"head.blocks.{task.index}.bias"]))
+
+    watch(monkeypatch, EOPC, "begin_task", after=note)
+    run_on(few, tmp_path, "mrfa", "eopc")
+    assert len(found) == 2
+    for weight, bias in found:
+        assert weight.any()
+        assert torch.equal(bias, torch.zeros(2))
+
+
 @pytest.mark.parametrize("method", ["podnet", "mrfa"])
 def test_the_network_rests_while_the_path_is_trained(
     method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -348,6 +362,23 @@ def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
     assert path.optimiser.momentum == 0
     assert [sorted(row["eopc"]) for row in run.progress.facts] == [[], ["max_a", "max_b"], ["max_a", "max_b"]]
     assert run.parts.addons[0].state() == {}  # nothing is carried between tasks
+
+
+@pytest.mark.parametrize(
+    ("dataset", "radius", "ensemble_radius", "place"),
+    [
+        ("cifar100", 6.0, 6.0, 0.75),
+        ("imagenet-subset", 1e-3, 1e-2, 0.75),
+        ("tiny-imagenet-100", 1e-3, 1e-2, 0.75),
+        ("imagenet", 0.0, 1e-2, 0.85),
+    ],
+)
+def test_presets(dataset: str, radius: float, ensemble_radius: float, place: float) -> None:
+    own = resolve({"method": "podnet", "addons": ["eopc"], "dataset": dataset}).sections["eopc"]
+    assert (own["radius"], own["ensemble_radius"], own["cut_off"], own["centre"]) == (
+        radius, ensemble_radius, place, place,
+    )  # fmt: skip
+    assert (own["epochs"], own["lr"], own["batch_size"], own["positions"], own["members"]) == (20, 0.1, 128, 10, 10)
 
 
 def test_methods_without_exemplars_are_refused() -> None:

@@ -384,6 +384,16 @@ def test_recalibration_comes_before_the_balanced_stage(few: Dataset, tmp_path: P
     assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate", "balance"]
 
 
+@pytest.mark.parametrize("choice", ["keep", "interpolate", "recalibrate"])
+def test_statistics_that_a_method_holds_fixed_stay_so(choice: str, few: Dataset, tmp_path: Path) -> None:
+    run = run_on(few, tmp_path, "ssre", "ivt", ivt={"batchnorm": choice})
+    assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main"]
+    first, last = snapshot(run, 0), snapshot(run, 2)
+    kept = [name for name in first if name.endswith(("running_mean", "running_var"))]
+    assert kept
+    same({name: first[name] for name in kept}, {name: last[name] for name in kept})
+
+
 def test_first_fisher_of_batches_and_of_samples(
     few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
 ) -> None:

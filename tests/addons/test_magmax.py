@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from incvec.addons.magmax import MagMax, larger
 from incvec.contracts import Task
 from incvec.data import Dataset
+from incvec.methods.finetune import Finetune
 from tests.addons.tools import Tensors, run_on, same, snapshot, state_of, watch
 
 
@@ -68,6 +70,43 @@ def test_what_is_evaluated_is_the_merge(few: Dataset, tmp_path: Path) -> None:
     same({name: first[name] for name in backbone}, {name: last[name] for name in backbone})
 
 
+@pytest.mark.parametrize("addon", ["magmax", "cofima", "imm"])
+def test_rows_of_a_task_stay_as_its_own_model_had_them(
+    addon: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a classifier of its own for each task, later tasks have no say in it, and neither has weight decay."""
+    ended: list[Tensors] = []
+    watch(monkeypatch, Finetune, "end_task", before=lambda self, task: ended.append(state_of(self.model)))
+    options = {"loss_over": "new", "optimiser": "adam", "lr": 0.01, "weight_decay": 0.1}
+    run = run_on(few, tmp_path, "finetune", addon, finetune=options)
+    for block in range(3):
+        for name in (f"head.blocks.{block}.weight", f"head.blocks.{block}.bias"):
+            for task in range(block, 3):
+                assert torch.equal(ended[task][name], ended[block][name]), (name, task)
+                assert torch.equal(snapshot(run, task)[name], ended[block][name]), (name, task)
+    moved = "backbone.stem.conv.weight"
+    assert not torch.equal(ended[2][moved], ended[1][moved])
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("finetune", {"finetune": {"loss_over": "seen"}}),
+        ("finetune", {"finetune": {"loss_over": "new"}, "oracle": True}),
+        ("replay", {"replay": {"loss_over": "new"}}),
+        ("ewc", {}),
+        ("lwf", {}),
+    ],
+)
+def test_old_rows_are_trained_where_a_loss_reaches_them(
+    method: str, given: dict[str, Any], few: Dataset, tmp_path: Path
+) -> None:
+    run = run_on(few, tmp_path, method, **given)
+    name = "head.blocks.0.weight"
+    assert not torch.equal(snapshot(run, 1)[name], snapshot(run, 0)[name])
+    assert run._plan(run.parts.tasks[1])[0].groups[0].prefixes == ("model", "auxiliary")
+
+
 def test_a_task_is_taken_in_once(few: Dataset, tmp_path: Path) -> None:
     """Asked again, even with other weights in the model, the add-on gives the same answer."""
     run = run_on(few, tmp_path, "finetune", "magmax")
@@ -92,6 +131,22 @@ def test_ssre_is_merged_with_its_adapters_folded(few: Dataset, tmp_path: Path, m
     assert all(not snapshot(run, 2)[name].any() for name in adapters)
     kernel = adapters[0].replace("adapter", "weight")
     assert not torch.equal(trained[1][kernel], trained[0][kernel])
+
+
+def test_what_the_network_gains_later_is_merged_from_its_start(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mnemonics' factors are ones as its first increment begins, and every task after it trains them."""
+    trained = record_trained(monkeypatch, MagMax)
+    run = run_on(few, tmp_path, "mnemonics", "magmax", mnemonics={"lr": 0.5})
+    factors = [name for name in trained[2] if name.endswith(".factor")]
+    assert factors
+    for name in factors:
+        vectors = [trained[task][name] - 1 for task in (1, 2)]
+        assert vectors[0].any()
+        assert not torch.equal(*vectors)
+        assert torch.equal(snapshot(run, 1)[name], 1 + 0.5 * vectors[0])
+        assert torch.equal(snapshot(run, 2)[name], 1 + 0.5 * larger(*vectors))
 
 
 def test_the_base_row_is_that_of_the_base_model(few: Dataset, tmp_path: Path) -> None:

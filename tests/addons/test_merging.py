@@ -32,6 +32,7 @@ from incvec.errors import ConfigError
 from incvec.methods import find_method
 from incvec.methods.finetune import local_cross_entropy
 from incvec.presets import resolve
+from incvec.sweeping import plan
 from tests.addons.tools import record_batches, run_on, watch
 from tests.conftest import quick
 
@@ -170,6 +171,14 @@ def test_the_order_of_add_ons_is_defined_or_refused() -> None:
                 check_names(config)
         else:
             check_names(config)
+
+
+def test_the_sweep_of_merges_has_each_of_them() -> None:
+    configs = [config for _, config in plan("cifar100-merging", [])]
+    assert {config.addons for config in configs} == {(name,) for name in ADDONS if name != "eopc"}
+    for config in configs:
+        check_names(config)
+        assert (config.method, config.dataset, config.tasks, config.seed) == ("podnet", "cifar100", 5, 0)
 
 
 def test_reasons_name_the_other_add_on() -> None:

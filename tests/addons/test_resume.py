@@ -15,6 +15,7 @@ from tests.engine.test_resume import break_after
 
 CASES: dict[str, dict[str, Any]] = {
     "cofima": quick("podnet", "cofima"),
+    "cofima-ewc": quick("ewc", "cofima"),
     "eopc": quick("podnet", "eopc"),
     "fisher-merge": quick("finetune", "fisher-merge"),
     "imm": quick("finetune", "imm"),
@@ -23,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ivt-sample": quick("finetune", "ivt", ivt={"first_fisher": "sample", "batchnorm": "interpolate"}),
     "ivt-reset": quick("finetune", "ivt", ivt={"interval": None, "optimiser_state": "reset"}),
     "magmax": quick("podnet", "magmax"),
+    "magmax-local": quick("finetune", "magmax", finetune={"loss_over": "new"}),
+    "magmax-factors": quick("mnemonics", "magmax"),
     "all-at-once": quick("podnet", "ivt", "eopc", "cofima", "magmax"),
 }
 

@@ -168,6 +168,11 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     assert terms["contrast"].item() == pytest.approx(0.5 * contrast.item(), rel=1e-3)
 
 
+def test_the_second_view_is_the_strong_one(few: Dataset, tmp_path: Path) -> None:
+    method = in_task(FCS, few, tmp_path, 0)
+    assert [stage.views for task in method.world.tasks for stage in method.stages(task)] == [("train", "strong")] * 3
+
+
 def test_prototype_draws_do_not_train_the_transfer(few: Dataset, tmp_path: Path) -> None:
     method = in_task(FCS, few, tmp_path, 1)
     assert method.auxiliary.transfer is not None

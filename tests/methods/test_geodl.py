@@ -95,9 +95,9 @@ def test_losses_against_plain_sums() -> None:
 
 @pytest.mark.parametrize("form", ["paper", "released"])
 def test_the_loss_of_an_increment(form: str, few: Dataset, tmp_path: Path) -> None:
-    method = in_task(GeoDL, few, tmp_path, geodl={"form": form, "lambda_margin": 1.0})
+    method = in_task(GeoDL, few, tmp_path, 2, geodl={"form": form, "lambda_margin": 1.0})
     assert method.teacher is not None
-    batch = method.world.train.fetch(method.rows_of([1, 2, 3])[30:42], None, ("test",))
+    batch = method.world.train.fetch(method.rows_of([3, 4, 5])[30:42], None, ("test",))
     terms = method.loss(batch)
     assert list(terms) == ["ce", "geodesic", "margin"]
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_the_loss_of_an_increment(form: str, few: Dataset, tmp_path: Path) -> No
     )  # fmt: skip
     assert old.shape == (12, 32)
     kernel = integrated(*(torch.linalg.svd(f.T).U[:, :10] for f in (old, new)))
-    expected = 5 * math.sqrt(2 / 2) * geodesic_loss(old, new, kernel, form)
+    expected = 5 * math.sqrt(4 / 2) * geodesic_loss(old, new, kernel, form)
     torch.testing.assert_close(terms["geodesic"].detach().double(), expected, rtol=1e-3, atol=1e-5)
 
 

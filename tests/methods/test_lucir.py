@@ -14,6 +14,7 @@ from incvec.data import Dataset
 from incvec.methods.common import extract
 from incvec.methods.lucir import LUCIR, less_forget, margin_ranking
 from incvec.nets import CosineHead
+from tests.addons.tools import watch
 from tests.conftest import weights
 from tests.methods.endings import ending, finished, old_accuracy, some_batch
 
@@ -109,6 +110,28 @@ def test_old_rows_move_in_the_balanced_stage_only(balanced: bool, few: Dataset, 
     stages = run.parts.method.stages(run.parts.tasks[1])
     assert [stage.name for stage in stages] == (["main", "balance"] if balanced else ["main"])
     assert second["store/memory"].shape == (4, 3)
+
+
+def test_the_balanced_stage_has_a_schedule_of_its_own_and_fixed_statistics(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the frozen network: BatchNorm's statistics are the same before and after."""
+    statistics: list[Tensor] = []
+
+    def note(self: LUCIR, *_: object) -> None:
+        statistics.append(self.model.backbone.stem.norm.running_mean.clone())
+
+    watch(monkeypatch, LUCIR, "begin_stage", before=note)
+    watch(monkeypatch, LUCIR, "end_stage", before=note)
+    given = {"balance_epochs": 4, "balance_lr": 0.02, "balance_milestones": [1, 3], "weight_decay": 0.003, "gamma": 0.5}
+    run = finished(few, tmp_path, "lucir", **given)
+    main, balance = run.parts.method.stages(run.parts.tasks[1])
+    assert (main.batchnorm, balance.batchnorm) == ("train", "frozen")
+    assert balance.schedule.factors(4, 1).tolist() == [1.0, 0.5, 0.5, 0.25]
+    assert (balance.epochs, balance.groups[0].lr, balance.groups[0].weight_decay) == (4, 0.02, 0.003)
+    _, _, begun, trained, before, after, *_ = statistics  # of the base task, then of the two stages of the next
+    assert not torch.equal(begun, trained)
+    assert torch.equal(before, after)
 
 
 def test_frozen_rows_are_not_teleported(few: Dataset, tmp_path: Path) -> None:

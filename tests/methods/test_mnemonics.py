@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from incvec.contracts import Batch, Task, World
+from incvec.contracts import Batch, Stage, Task, World
 from incvec.data import Dataset, ImageSource, Views
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
+from incvec.errors import ConfigError
 from incvec.methods.mnemonics import Mnemonics, MnemonicsOptions, ScaledConv, nearest_mean_loss, to_pixels
 from incvec.presets import preset
+from tests.addons.tools import Tensors, same, state_of, watch
 from tests.conftest import make_run, quick
 
 
@@ -208,6 +210,25 @@ def test_only_the_exemplars_get_a_gradient(few: Dataset, tmp_path: Path) -> None
     assert method.exemplar_loss(batch)["means"] < before
 
 
+def test_the_network_rests_while_the_exemplars_are_trained(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and BatchNorm's statistics alike; both stages of a task in turn."""
+    states: list[Tensors] = []
+
+    def note(self: Mnemonics, task: Task, stage: Stage) -> None:
+        if stage.name == "exemplars":
+            assert stage.batchnorm == "frozen"
+            states.append(state_of(self.model))
+
+    watch(monkeypatch, Mnemonics, "begin_stage", after=note)
+    watch(monkeypatch, Mnemonics, "end_stage", before=note)
+    finish(make_run(few, tmp_path, quick("mnemonics")))
+    assert len(states) == 6
+    for before, after in zip(states[::2], states[1::2], strict=True):
+        same(before, after)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_gradients_lie_as_the_exemplars_do(channels: int) -> None:
     """Fused optimisers walk parameter and gradient alike, but a network may work in another memory format."""
@@ -225,6 +246,15 @@ def test_gradients_lie_as_the_exemplars_do(channels: int) -> None:
     batch = source.fetch(torch.arange(4), None, ("test",))
     (gradient,) = torch.autograd.grad(method.exemplar_loss(batch)["means"], method.auxiliary["exemplars"])
     assert gradient.stride() == method.auxiliary["exemplars"].stride()
+
+
+def test_images_stored_larger_than_they_are_seen_are_refused() -> None:
+    """Before the base task is trained, not when its exemplars are to be stored."""
+    views = Views(0, False, 0.0, [0.5], [0.5])
+    source = ImageSource(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1]), views)
+    world = World(torch.device("cpu"), (Task(0, 0, 2, 1),), {"train": source}, generator(), (1, 6, 6))
+    with pytest.raises(ConfigError, match=r"sees them, \[1, 6, 6\], .* of \[1, 8, 8\].*image_size=8"):
+        Mnemonics(MnemonicsOptions.model_validate({"net": "tiny"}), world)
 
 
 @pytest.mark.parametrize("host", ["icarl", "lucir"])
@@ -248,6 +278,15 @@ def test_the_loss_of_an_increment(host: str, few: Dataset, tmp_path: Path) -> No
         total += sum(float(a * (a / b).log()) for a, b in zip(p, q, strict=True))
     assert math.isclose(terms["distil"].item(), 0.25 * 4 * total / 10, rel_tol=1e-3, abs_tol=1e-6)
     torch.testing.assert_close(terms["ce"].detach(), F.cross_entropy(new, batch.labels))
+
+
+def test_add_ons_reach_the_factors_from_the_second_increment_on(few: Dataset, tmp_path: Path) -> None:
+    """The stem has a convolution and a norm: of the two only the norm has a past in the first increment."""
+    run = make_run(few, tmp_path, quick("mnemonics", "ivt"))
+    finish(run)
+    first, second = ({p for p in run.progress.facts[task]["ivt"] if "stem" in p} for task in (1, 2))
+    assert first == {"backbone.stem.norm"}
+    assert second == {"backbone.stem.conv", "backbone.stem.norm"}
 
 
 def test_a_fixed_total_shrinks_the_memory(few: Dataset, tmp_path: Path) -> None:

@@ -128,28 +128,28 @@ def pushed_logits(model: Classifier, x: Tensor, gradients: tuple[Tensor, ...], l
 @pytest.mark.parametrize("kind", ["scheduled", "sum"])
 def test_the_loss_of_an_increment(kind: str, few: Dataset, tmp_path: Path) -> None:
     """Student and teacher pushed image by image through hooks, the terms summed up by hand."""
-    method = in_task(MRFA, few, tmp_path, mrfa={"strength": 0.5, "distillation": kind})
+    method = in_task(MRFA, few, tmp_path, 2, mrfa={"strength": 0.5, "distillation": kind})
     assert isinstance(method.teacher, Classifier)
     method.eval()  # so that no image sees another
-    rows = torch.cat([method.rows_of([0, 1])[::20], method.rows_of([2, 3])[::20]])
+    rows = torch.cat([method.rows_of([0, 1, 2, 3])[::40], method.rows_of([4, 5])[::20]])
     batch = method.world.train.fetch(rows, None, ("test",))
     method.world.generator.manual_seed(3)
     terms = method.loss(batch)
     generator = method.world.generator.manual_seed(3)
     layer = torch.randint(3, (len(rows),), generator=generator)
-    u = torch.rand(len(rows), generator=generator) * (batch.labels < 2)
-    gradients = layer_gradients(method.model, batch.images, batch.labels, (batch.labels < 2).float())
+    u = torch.rand(len(rows), generator=generator) * (batch.labels < 4)
+    gradients = layer_gradients(method.model, batch.images, batch.labels, (batch.labels < 4).float())
     logits = pushed_logits(method.model, batch.images, gradients, layer, u)
     targets = pushed_logits(method.teacher, batch.images, gradients, layer, u)
     plain = method.model(batch.images).logits
-    assert not torch.allclose(logits[batch.labels < 2], plain[batch.labels < 2], rtol=1e-3)
-    torch.testing.assert_close(logits[batch.labels >= 2], plain[batch.labels >= 2])
+    assert not torch.allclose(logits[batch.labels < 4], plain[batch.labels < 4], rtol=1e-3)
+    torch.testing.assert_close(logits[batch.labels >= 4], plain[batch.labels >= 4])
     ce = kd = 0.0
     for z, target, y in zip(logits, targets, batch.labels, strict=True):
         ce += (z.logsumexp(0) - z[y]).item() / len(rows)
-        p, q = F.softmax(target / 2, 0).tolist(), F.softmax(z[:2] / 2, 0).tolist()
+        p, q = F.softmax(target / 2, 0).tolist(), F.softmax(z[:4] / 2, 0).tolist()
         kd += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / len(rows)
-    weights = {"scheduled": (2 * (1 - 2 / 4), 2 / 4), "sum": (1, 1)}[kind]
+    weights = {"scheduled": (2 * (1 - 4 / 6), 4 / 6), "sum": (1, 1)}[kind]
     assert terms["ce"].item() == pytest.approx(weights[0] * ce, rel=1e-4)
     assert terms["kd"].item() == pytest.approx(weights[1] * kd, rel=1e-3, abs=1e-6)
 

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from incvec.contracts import Optimiser
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import finish
 from incvec.methods.podnet import PODNet, nca_loss, pod_flat, pod_spatial
+from incvec.presets import preset, resolve
 from tests.conftest import make_run, quick
+from tests.methods.endings import in_task, some_batch
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -80,6 +83,75 @@ def test_spatial() -> None:
                 vectors.append([value / length for value in v])
             total += math.dist(*vectors) / 2
     assert pod_spatial(new, old).item() == pytest.approx(total / 2, rel=1e-5)
+
+
+def pooled_by_hand(maps: Tensor) -> Tensor:
+    """Sums of squares along each row and each column of every map, as one vector of length 1 a sample."""
+    squares = maps.double() ** 2
+    both = torch.cat([torch.einsum("nchw->nch", squares).flatten(1), torch.einsum("nchw->ncw", squares).flatten(1)], 1)
+    return both / both.square().sum(1, keepdim=True).sqrt()
+
+
+@torch.no_grad()
+def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
+    """The whole of it, weights included, in the third task: six classes seen, four of them old, two new."""
+    given = {"lambda_flat": 0.7, "lambda_spatial": 5.0}
+    method = in_task(PODNet, few, tmp_path, 2, podnet=given)
+    assert method.teacher is not None
+    method.eval()
+    batch = some_batch(method)
+    terms = method.loss(batch)
+    assert list(terms) == ["nca", "flat", "spatial"]
+    new, old = method.model(batch.images), method.teacher(batch.images)
+    eta = method.model.head.scale.item()
+    assert isinstance(eta, float)
+    nca = 0.0
+    for row, y in zip(new.logits.tolist(), batch.labels.tolist(), strict=True):
+        s = [eta * score for score in row]
+        nca += max(s) - s[y] + math.log(1 + sum(math.exp(s[j] - max(s)) for j in range(6) if j != y))
+    assert terms["nca"].item() == pytest.approx(nca / len(batch.labels), rel=1e-4)
+    a, b = new.features.double(), old.features.double()
+    flat = (1 - (a * b).sum(1) / (a.square().sum(1) * b.square().sum(1)).sqrt()).mean()
+    distances = [
+        (pooled_by_hand(one) - pooled_by_hand(other)).square().sum(1).sqrt().mean().item()
+        for one, other in zip(new.maps, old.maps, strict=True)
+    ]
+    factor = math.sqrt((4 + 2) / 2)
+    assert flat.item() > 1e-4
+    assert terms["flat"].item() == pytest.approx(0.7 * factor * flat.item(), rel=1e-3)
+    assert terms["spatial"].item() == pytest.approx(5.0 * factor * sum(distances) / len(distances), rel=1e-3)
+
+
+def test_the_base_task_distils_nothing(few: Dataset, tmp_path: Path) -> None:
+    method = in_task(PODNet, few, tmp_path, 0)
+    assert list(method.loss(some_batch(method)._replace(labels=torch.zeros(24, dtype=torch.int64)))) == ["nca"]
+
+
+def test_presets() -> None:
+    assert preset("podnet", "cifar100") == {}
+    o = resolve({"method": "podnet", "dataset": "cifar100"}).options("podnet", PODNet.Options)
+    assert (o.lambda_spatial, o.lambda_flat, o.proxies, o.margin, o.nca, o.clamp) == (3.0, 1.0, 10, 0.6, "coded", 5.0)
+    assert (o.net, o.optimiser, o.lr, o.momentum, o.weight_decay) == ("resnet32-rebuffi", "sgd", 0.1, 0.9, 5e-4)
+    assert (o.schedule, o.epochs, o.batch_size, o.memory) == ("cosine", 160, 128, 20)
+    assert (o.balance_epochs, o.balance_lr) == (20, 0.05)
+    for dataset, decay in {"imagenet-subset": 5e-4, "imagenet": 1e-4, "tiny-imagenet-100": 5e-4}.items():
+        o = resolve({"method": "podnet", "dataset": dataset}).options("podnet", PODNet.Options)
+        assert (o.lambda_spatial, o.lambda_flat, o.balance_lr, o.weight_decay) == (8.0, 10.0, 0.01, decay)
+        assert (o.epochs, o.lr, o.batch_size, o.schedule) == (90, 0.1, 128, "cosine")
+
+
+def test_the_balanced_stage(few: Dataset, tmp_path: Path) -> None:
+    """A constant rate of its own, the main stage's decay and optimiser, BatchNorm in train mode."""
+    given = {"balance_lr": 0.03, "weight_decay": 0.007, "balance_epochs": 4, "lr": 0.2, "momentum": 0.8}
+    method = in_task(PODNet, few, tmp_path, 0, podnet=given)
+    main, balance = method.stages(method.world.tasks[1])
+    assert (main.groups[0].lr, main.groups[0].weight_decay, main.schedule.kind) == (0.2, 0.007, "cosine")
+    (group,) = balance.groups
+    assert (group.lr, group.weight_decay) == (0.03, 0.007)
+    assert balance.schedule.factors(4, 2).tolist() == [1.0] * 8
+    assert (balance.role, balance.epochs, balance.batch_size) == ("balance", 4, 32)
+    assert balance.optimiser == main.optimiser == Optimiser("sgd", momentum=0.8)
+    assert (balance.batchnorm, balance.views) == ("train", ("train",))
 
 
 def turned(few: Dataset, tmp_path: Path, until: int, **given: object) -> PODNet:

@@ -16,7 +16,7 @@ from incvec.methods.common import exchange_convs, extract
 from incvec.methods.ssre import SSRE, AdaptedConv, likeness, weighted_cross_entropy, weighted_distillation
 from incvec.presets import preset
 from tests.conftest import make_run, quick
-from tests.methods.endings import in_task
+from tests.methods.endings import finished, in_task
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -183,6 +183,24 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     assert math.isclose(terms["ce"].item(), ce, rel_tol=1e-4)
     assert math.isclose(terms["distil"].item(), kept, rel_tol=1e-3, abs_tol=1e-4)
     assert math.isclose(terms["prototypes"].item(), 10 * remembered, rel_tol=1e-4)
+
+
+def test_the_base_task_divides_its_logits_by_the_temperature(few: Dataset, tmp_path: Path) -> None:
+    method = in_task(SSRE, few, tmp_path, 0, ssre={"temperature": 0.3})
+    method.eval()
+    batch = method.world.train.fetch(method.rows_of([0, 1])[::10], None, ("test",))
+    terms = method.loss(batch)
+    assert list(terms) == ["ce"]
+    logits = method.model(batch.images).logits
+    torch.testing.assert_close(terms["ce"], F.cross_entropy(logits / 0.3, batch.labels))
+    assert not torch.allclose(terms["ce"], F.cross_entropy(logits, batch.labels), rtol=1e-2)
+
+
+def test_add_ons_reach_the_adapters_from_the_second_increment_on(few: Dataset, tmp_path: Path) -> None:
+    run = finished(few, tmp_path, "ssre", "ivt")
+    first, second = (set(run.progress.facts[task]["ivt"]) for task in (1, 2))
+    assert first == {"all", "head.blocks.0"}
+    assert second == {"all", "backbone.stages.0", "backbone.stages.1", "head.blocks.0", "head.blocks.1"}
 
 
 def test_presets_differ_as_the_settings_do() -> None:

@@ -19,7 +19,8 @@ chosen again. Classes are scored by `Output.logits` throughout (PODNet's without
 The new classes' rows have no place in the model before the task: there they are drawn from N(0, 1 / rows), biases 0,
 or are as the method begins with them (`new_rows="imprint"`). As in the authors' code the rate is constant (they lay
 out a schedule that their optimiser does not read) and a, b are not bounded. A batch without old samples has no CE
-before the cut-off, where theirs would be undefined.
+before the cut-off, where theirs would be undefined. With several ranks CE over old samples is a mean over those of
+each local batch.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ keeps the first two in host memory and streams them at a teleport. A snapshot ho
 more, which a run that begins there and the lab's `curvature` need; of pre-trained models only with `snapshot_fisher`.
 
 The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
-with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`).
+with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`). Those that
+the method holds fixed (SSRE) stay as they are.
 
 Algorithm 1 ends on a teleport wherever the interval divides the epochs, so that what is delivered has not trained
 since: `last="skip"` leaves that one out. It says nothing of the classifier, whose old rows have a past and are
@@ -101,14 +102,14 @@ class IVTAddOn(AddOn):
                 return stages
             size = 1 if o.first_fisher == "sample" else main.batch_size
             return [*stages, self._measure(main, "fisher", size, (Group(("model",), 0.0),), None)]
-        if o.batchnorm != "recalibrate":
+        if o.batchnorm != "recalibrate" or main.batchnorm == "frozen":  # statistics the method holds fixed stay so
             return stages
         place = 1 + max(i for i, stage in enumerate(stages) if stage.role == "main")
         recalibrate = self._measure(main, "recalibrate", main.batch_size, (), self._forward)
         return [*stages[:place], recalibrate, *stages[place:]]
 
     def _measure(self, main: Stage, name: str, batch_size: int, groups: tuple[Group, ...], loss: Any) -> Stage:
-        still = batch_size == 1 or (name == "fisher" and main.batchnorm == "frozen")
+        still = batch_size == 1 or main.batchnorm == "frozen"
         frozen: Literal["train", "frozen"] = "frozen" if still else "train"
         return Stage(
             name=f"ivt-{name}",

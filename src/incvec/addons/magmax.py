@@ -8,7 +8,8 @@ The paper starts from a pre-trained network, its theta_0, with a fixed text clas
 pre-trained here: theta_0 is their model as it was made, and every task has a tau. Trained from scratch, theta_0
 is the model after the base task, whose accuracy is hence that of the base model, and tau runs over the tasks after
 it. The rows of a later task's classes have no theta_0: they are those of their own task's model, as if each task
-had a classifier of its own (train it so: `finetune` with `loss_over: new`). BatchNorm's statistics are merged as
+had a classifier of its own (train it so: `finetune` with `loss_over: new`). What the network itself gains later
+(Mnemonics' factors) has the value it starts with for theta_0. BatchNorm's statistics are merged as
 weights are. theta_i is what the task ends with, the method's own end hook included.
 """
 
@@ -56,6 +57,11 @@ class MagMax(AddOn):
     def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
         return refusal(cls.name, method, others)
 
+    def begin_task(self, task: Task) -> None:
+        live = copies(floats(self.method.model))
+        gained = {name: t for name, t in live.items() if name.startswith("backbone.") and name not in self.origin}
+        self._begin_at(self.origin | gained)
+
     def deployed(self, task: Task) -> Tensors | None:
         if self.tasks <= task.index:
             self._take(task)
@@ -76,7 +82,7 @@ class MagMax(AddOn):
 
     def _begin_at(self, origin: Tensors) -> None:
         self.origin = origin
-        self.vector = {name: torch.zeros_like(theta) for name, theta in origin.items()}
+        self.vector = {name: torch.zeros_like(theta) for name, theta in origin.items()} | self.vector
 
     def state(self) -> dict[str, Tensor]:
         return flat(origin=self.origin, vector=self.vector, own=self.own) | {"tasks": torch.tensor(self.tasks)}

@@ -1,8 +1,9 @@
 """What the merging add-ons share: weighted means of weights, a Fisher pass at a task's end, and their order.
 
 Replacing add-ons (`eopc`, `cofima`, `fisher-merge`) put other weights into the model once the method's own stages
-are done, and training goes on from there. Each does so at the end of a stage that it appends, so several of them
-act one after the other in the order they are named. Deploying add-ons (`magmax`, `imm`) leave training alone and
+are trained, and training goes on from there. Each does so at the end of a stage that it adds, so several of them act
+one after the other in the order they are named; what a method measures of the weights a task ends with (EWC's
+Fisher), it measures after them. Deploying add-ons (`magmax`, `imm`) leave training alone and
 merge the weights each task has ended with; they are named last, and there is one of them. `ivt` acts inside the
 method's own stages and may stand anywhere.
 
@@ -162,6 +163,14 @@ class FisherReplace(FisherPass):
     def __init__(self, options: MergeOptions, world: World, method: Method) -> None:
         super().__init__(options, world, method)
         self.anchor, self.fisher, self.share = {}, {}, torch.zeros((), device=world.device)
+
+    def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
+        """The merge comes before what the method measures in the end; after the base task nothing is merged."""
+        *before, merge = super().plan(task, stages)
+        place = len(before)
+        while task.index > 0 and before[place - 1].role == "measure" and before[place - 1].owner is None:
+            place -= 1
+        return [*before[:place], merge, *before[place:]]
 
     def new_share(self, old: Tensor, new: Tensor) -> Tensor:
         """How much of the merged weight is the new one, from the past's F and the task's."""

@@ -12,7 +12,8 @@ by the classes instead, F <- (n_old F + n_new F_t) / n_seen, as PyCIL does.
 The paper has no class-incremental experiment. The defaults are PyCIL's: gradients of whole batches, F cut off at 1e-4,
 lambda = 1000, cross-entropy over the task's own classes (`loss_over`). F of single samples is larger by about the
 batch size, so lambda belongs to the estimator (`fisher`). New rows have neither F nor theta*. The measuring pass sees
-all classes seen in its softmax, as there, and BatchNorm's running statistics, which it leaves alone.
+all classes seen in its softmax, as there, and BatchNorm's running statistics, which it leaves alone. F and theta* are
+of the same weights: where an add-on replaces those a task was trained to, the pass comes after it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class EWC(Finetune):
     paper = "Overcoming catastrophic forgetting in neural networks, https://arxiv.org/abs/1612.00796"
     Options = EWCOptions
     options: EWCOptions
+    holds_old_rows = True
 
     def stages(self, task: Task) -> list[Stage]:
         main = self.main_stage(task)

@@ -4,7 +4,8 @@ The lower bound every method is measured against. With `oracle` it becomes train
 started from the weights before.
 
 `loss_over="new"` restricts the softmax to the task's own classes, as if every task had a classifier of its own: the
-training that CoFiMA and MagMax merge. (The oracle's old samples then have theirs over the old classes.)
+training that CoFiMA and MagMax merge. Old rows then have no gradient, and rest: weight decay would take them to 0.
+(The oracle's old samples have theirs over the old classes, so there all rows are trained.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic import Field
 from torch import Tensor
 
 from incvec.config import TrainOptions
-from incvec.contracts import Batch, Terms
+from incvec.contracts import Batch, Task, Terms
 from incvec.methods.common import ImageMethod
 from incvec.nets import Head, LinearHead
 
@@ -42,9 +43,16 @@ class Finetune(ImageMethod):
     Options: ClassVar[type] = FinetuneOptions
     options: FinetuneOptions
     distils = False
+    holds_old_rows: ClassVar[bool] = False  # whether a term of the loss besides the cross-entropy acts on them
 
     def make_head(self, width: int) -> Head:
         return LinearHead(width)
+
+    def trained(self, task: Task) -> tuple[str, ...]:
+        old_samples = self.exemplars or self.world.oracle
+        if task.index == 0 or self.options.loss_over == "seen" or old_samples or self.holds_old_rows:
+            return super().trained(task)
+        return ("model.backbone", f"model.head.blocks.{task.index}", "auxiliary")
 
     def loss(self, batch: Batch) -> Terms:
         return {"ce": self.cross_entropy(self.model(batch.images).logits, batch.labels)}

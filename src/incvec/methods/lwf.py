@@ -38,6 +38,7 @@ class LwF(Finetune):
     paper = "Learning without Forgetting, https://arxiv.org/abs/1606.09282"
     Options = LwFOptions
     distils = True
+    holds_old_rows = True
     options: LwFOptions
 
     def loss(self, batch: Batch) -> Terms:

@@ -14,6 +14,10 @@ around; the mirror image in class means is a real one (theirs reverses the colou
 their default is 2,000 in all. At the released rate of 1e-5 for one epoch the pixels move by so little that rounding
 undoes it (on the embedded digits, for every one of them), and what is stored is what was herded; with a larger
 `exemplar_lr` they do move.
+
+Factors are new in the first increment: they have no F and no weights before, so that there `ivt`, `cofima` and
+`fisher-merge` act on BatchNorm and the head's scale alone (old rows rest, kernels too); from the second on they act
+on the factors as well.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from torch import Tensor, nn
 from incvec.contracts import Batch, Group, Optimiser, Output, Schedule, Stage, Task, Terms, World
 from incvec.data.memory import extend
 from incvec.data.source import ImageSource
+from incvec.errors import ConfigError
 from incvec.methods.common import distillation, exchange_convs
 from incvec.methods.lucir import LUCIR, LUCIROptions
 
@@ -82,6 +87,13 @@ class Mnemonics(LUCIR):
 
     def __init__(self, options: MnemonicsOptions, world: World) -> None:
         super().__init__(options, world)
+        source = cast(ImageSource, world.train)
+        stored = tuple(getattr(source, "row", None) or source.images.shape[1:])
+        if stored != world.image_shape:
+            raise ConfigError(
+                f"mnemonics stores exemplars as the network sees them, {list(world.image_shape)}, beside images "
+                f"of {list(stored)}; expected the same shape. Set image_size={stored[-1]}."
+            )
         self.originals = len(world.train.labels)  # rows behind these are trained exemplars
         if options.transfer:
             exchange_convs(self.model.backbone, ScaledConv, lambda conv: True)

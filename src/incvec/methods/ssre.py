@@ -15,6 +15,10 @@ they are after a ReLU anyway. The base task's training is not part of the author
 are class means under the test view. PyCIL's stronger augmentation in the first increment is left out: it is there by
 an error in a condition.
 
+Adapters are new in the first increment: they have no F and no weights before, so that there `ivt`, `cofima` and
+`fisher-merge` act on the classifier alone; from the second on they act on adapters and classifier. `magmax` and `imm`
+merge what a task ends with, the folded kernels.
+
 The distillation is a sum, so with several ranks it acts on local batches: averaged over the ranks it weighs what it
 would with a batch of the local size.
 """
