@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from typer.testing import CliRunner
 
 from incvec.cli import app
 from incvec.data import Dataset
-from incvec.engine.run import finish
+from incvec.engine import events as ev
+from incvec.engine.run import Run, finish
 from incvec.engine.shared import Lock
 from incvec.engine.sweep import Check
-from incvec.errors import ConfigError
+from incvec.errors import ConfigError, TrainingError
 from incvec.sweeping import plan, sweep, sweeps
 from tests.conftest import make_run, quick
 
@@ -126,6 +128,32 @@ def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
 def test_every_packaged_sweep_can_be_planned() -> None:
     for name in sweeps():
         assert plan(name, [])
+
+
+# One that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_failed_run_is_told_to_the_letter(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever brackets stand in the message; the others finish."""
+    original = Run.events
+
+    def events(self: Run) -> Iterator[ev.Event]:
+        if self.config.method == "finetune":
+            yield ev.Notice("found [/tmp/a]")
+            raise TrainingError("no file [/tmp/x] for [red]")
+        yield from original(self)
+
+    monkeypatch.setattr(Run, "events", events)
+    file = tmp_path / "mine.yaml"
+    run = {"method": ["finetune", "replay"], "dataset": "digits", "stop_after": 1}
+    file.write_text(yaml.safe_dump({"name": "mine", "runs": [run]}))
+    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+    assert sweep(str(file), tmp_path / "out", None, ["method.epochs=1"], 2, None, console) == 1
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "TrainingError: no file [/tmp/x] for [red]" in shown
+    assert "found [/tmp/a]" in shown
+    assert done(tmp_path / "out") == ["replay"]
 
 
 # Several processes -------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def run(
     console = Console(quiet=not prints())
     record = finished(resolved, folder)
     if record is not None:
-        console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False)
+        console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False, markup=False)
     else:
         ranks = start(resolved.device)
         pick_device(resolved.device, ranks.local)

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from incvec.addons import ADDONS
 from incvec.config import RunConfig, assign
@@ -116,13 +117,19 @@ class Row:
             self.accuracy = f"AA {metrics['AA']:.2f}  LA {metrics['LA']:.2f}{forgetting}"
 
 
+def say(console: Console, text: str) -> None:
+    """A line as it is: names and errors may hold brackets, which are no markup."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 def table(rows: Sequence[Row], title: str) -> Table:
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=Text(title), title_justify="left")
     for column in ("run", "state", "where", "done", "left", "accuracy"):
         shown.add_column(column, overflow="fold")  # names that differ in their last letters stay apart
     for row in rows:
         left = "" if row.left is None else duration(row.left)
-        shown.add_row(row.name, row.state, row.where, f"{100 * row.fraction:.0f} %", left, row.accuracy)
+        cells = (row.name, row.state, row.where, f"{100 * row.fraction:.0f} %", left, row.accuracy)
+        shown.add_row(*map(Text, cells))
     return shown
 
 
@@ -152,12 +159,11 @@ def sweep(
         planned = [before, *(pair for pair in planned if pair != before)]
     if dry_run:
         if check is not None:
-            console.print(f"first  {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}")
+            say(console, f"first  {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}")
         for folder, config in planned:
             state = "done" if (out / folder / "record.json").exists() else "to do"
             changes = "".join(f" {key}={value}" for key, value in changed_settings(config.resolved()).items())
-            line = f"{state:6} {folder}  (device {config.device}, engine {config.engine}){changes}"
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            say(console, f"{state:6} {folder}  (device {config.device}, engine {config.engine}){changes}")
         return 0
     device = pick_device(planned[0][1].device)
     data: dict[str, Dataset] = {}
@@ -173,7 +179,7 @@ def sweep(
         return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")
 
     if check is not None:
-        console.print(f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
+        say(console, f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
         check.judge(finish(maker(*planned[0])()))
     many = at_once or default_at_once(device, [config for _, config in planned])
     rows = [Row(folder) for folder, _ in planned]
@@ -183,7 +189,7 @@ def sweep(
     if live:
         live.start()
     else:
-        console.print(title)
+        say(console, title)
     try:
         for number, event in turn([maker(*pair) for pair in planned], many):
             rows[number].hear(event)
@@ -192,7 +198,7 @@ def sweep(
             now = time.monotonic()
             if isinstance(event, ev.Finished | Failed) and live is None:
                 row = rows[number]
-                console.print(f"{row.state} {row.name}: {row.error or row.accuracy}", soft_wrap=True)
+                say(console, f"{row.state} {row.name}: {row.error or row.accuracy}")
             if now - told < (0.5 if live else QUIET):
                 continue
             told = now
@@ -200,9 +206,7 @@ def sweep(
                 live.update(table(rows, title))
             else:
                 busy = [f"{r.name} {r.where} {100 * r.fraction:.0f} %" for r in rows if r.state == "training"]
-                console.print(
-                    f"{sum(r.state == 'done' for r in rows)}/{len(rows)} done; " + "; ".join(busy), soft_wrap=True
-                )
+                say(console, f"{sum(r.state == 'done' for r in rows)}/{len(rows)} done; " + "; ".join(busy))
     finally:
         if live:
             live.update(table(rows, title))
@@ -210,5 +214,5 @@ def sweep(
     console.print(table(rows, title) if not live else "")
     failed = [row for row in rows if row.state == "failed"]
     for row in failed:
-        console.print(f"[red]failed[/red] {row.name}: {row.error}", soft_wrap=True)
+        console.print(Text.assemble(("failed", "red"), f" {row.name}: {row.error}"), soft_wrap=True)
     return len(failed)
