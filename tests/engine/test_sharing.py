@@ -13,8 +13,8 @@ from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
-from incvec.engine.sweep import expand
-from incvec.errors import CheckpointError, TrainingError
+from incvec.engine.sweep import expand, read_sweep
+from incvec.errors import CheckpointError, ConfigError, TrainingError
 from incvec.methods.podnet import PODNet
 from incvec.presets import changed_settings
 from tests.conftest import make_run, quick, same_record, same_weights
@@ -213,6 +213,19 @@ def test_a_sweeps_combinations() -> None:
     assert list(expand({"method": "podnet", "podnet": {"milestones": [3, 4]}})) == [
         {"method": "podnet", "podnet": {"milestones": [3, 4]}}
     ]
+
+
+def test_no_block_of_a_sweep_vanishes(tmp_path: Path) -> None:
+    assert list(expand({"method": "podnet", "addons": []})) == [{"method": "podnet", "addons": []}]
+    assert list(expand({"podnet": {"milestones": [[], [3]]}})) == [
+        {"podnet": {"milestones": []}},
+        {"podnet": {"milestones": [3]}},
+    ]
+    file = tmp_path / "mine.yaml"
+    for text, name in (("seed: []", "seed"), ("podnet: {lr: []}", "podnet: lr"), ("class_order: []", "class_order")):
+        file.write_text(f"runs: [{{method: finetune}}, {{method: podnet, {text}}}]")
+        with pytest.raises(ConfigError, match=rf"mine.yaml, block 2 of `runs`.*{name} is an empty list"):
+            read_sweep(file)
 
 
 def test_a_loss_that_does_not_reach_the_network(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,22 +71,28 @@ def read_sweep(path: Path) -> list[dict[str, Any]]:
     """The run settings that a sweep file stands for, in its order."""
     content = read_content(path)
     found: list[dict[str, Any]] = []
-    for block in content["runs"]:
+    for number, block in enumerate(content["runs"], 1):
+        where = f"{path}, block {number} of `runs`"
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{path}: every block under `runs` is a mapping, one is {block!r}.")
-        found += [given for given in expand(block) if given not in found]
+            raise ConfigError(f"{where}: a block is a mapping, this one is {block!r}.")
+        found += [given for given in expand(block, where) if given not in found]
     return found
 
 
-def expand(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def expand(block: Mapping[str, Any], where: str = "a block") -> Iterator[dict[str, Any]]:
     """All combinations of the block's lists; the last key varies fastest."""
     axes: list[list[tuple[str, Any]]] = []
     for key, value in block.items():
         if isinstance(value, Mapping):
-            axes.append([(key, inner) for inner in expand(value)])
+            axes.append([(key, inner) for inner in expand(value, f"{where}, {key}")])
         elif key == "addons":
-            lists = value if isinstance(value, list) and all(isinstance(v, list) for v in value) else [value]
-            axes.append([(key, names) for names in lists])
+            several = isinstance(value, list) and value and all(isinstance(v, list) for v in value)
+            axes.append([(key, names) for names in (value if several else [value])])
+        elif value == []:
+            raise ConfigError(
+                f"{where}: {key} is an empty list, which stands for no run at all. Give it values or leave it out; "
+                f"where no values are the setting, write {key}: [[]]."
+            )
         elif isinstance(value, list) and (key not in PLAIN_LISTS or all(isinstance(v, list) for v in value)):
             axes.append([(key, inner) for inner in value])
         else:
