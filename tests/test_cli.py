@@ -113,6 +113,17 @@ def test_another_configuration_in_the_same_folder_is_refused(done: tuple[Path, R
     assert contents(out) == before
 
 
+def test_a_run_begun_at_its_own_base_is_done_too(tmp_path: Path) -> None:
+    """Which base it is makes no other run of it: with or without `start`, the same command says done."""
+    short = [*PODNET, "--set", "stop_after=2", "--out"]
+    assert incvec_(*short, tmp_path / "first").exit_code == 0
+    start = ["--set", f"start={tmp_path / 'first' / 'snapshots' / 'task-00.safetensors'}"]
+    for given in (start, start, []):
+        result = incvec_(*short, tmp_path / "second", *given)
+        assert result.exit_code == 0, result.output
+    assert "done already" in result.stdout
+
+
 class Interrupted(Run):
     """A run whose user presses Ctrl-C in the second task."""
 

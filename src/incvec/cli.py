@@ -22,14 +22,15 @@ from typer.core import TyperGroup
 import incvec
 from incvec import packing, sweeping
 from incvec.addons import ADDONS, find_addon
-from incvec.config import RunConfig, assign, differences
+from incvec.config import RunConfig, assign
 from incvec.data import DATASETS, check, load_dataset
 from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
+from incvec.engine.checkpoints import check_finished
 from incvec.engine.events import Event
 from incvec.engine.ranks import prints, several, start
 from incvec.engine.run import Run
-from incvec.errors import CheckpointError, ConfigError, DataError, IncvecError
+from incvec.errors import ConfigError, DataError, IncvecError
 from incvec.lab.commands import app as lab_app
 from incvec.methods import METHODS, find_method
 from incvec.presets import presets, resolve, run_name
@@ -254,12 +255,7 @@ def finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     record = read_record(file)
-    changes = differences(config.resolved(), record.get("config", {}))
-    if changes:
-        raise CheckpointError(
-            f"{file} belongs to another configuration ({'; '.join(changes[:6])}). Choose another --out, or give "
-            "the settings it was made with."
-        )
+    check_finished(config, record, file)
     return record
 
 
