@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from incvec.engine.run import Run, finish
 from incvec.engine.shared import Lock
 from incvec.engine.sweep import Check
 from incvec.errors import ConfigError, TrainingError
+from incvec.records import read_record
 from incvec.sweeping import plan, sweep, sweeps
 from tests.conftest import make_run, quick
 
@@ -154,6 +156,20 @@ def test_a_failed_run_is_told_to_the_letter(terminal: bool, tmp_path: Path, monk
     assert "TrainingError: no file [/tmp/x] for [red]" in shown
     assert "found [/tmp/a]" in shown
     assert done(tmp_path / "out") == ["replay"]
+
+
+def test_a_sweep_trains_with_the_threads_of_a_single_run(tmp_path: Path) -> None:
+    """On tiny images one, so that a base is the same whoever trained it."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: finetune, dataset: digits, device: cpu, stop_after: 1}]")
+    torch.set_num_threads(2)
+    try:
+        assert sweep(str(file), tmp_path / "out", None, ["method.epochs=1"], 1, None, Console(quiet=True)) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    (record,) = (read_record(found) for found in (tmp_path / "out").glob("*/record.json"))
+    assert record["environment"]["threads"] == 1
 
 
 # Several processes -------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.text import Text
 from incvec.addons import ADDONS
 from incvec.config import RunConfig, assign
 from incvec.data import Dataset, load_dataset
+from incvec.demo import steady_threads
 from incvec.engine import events as ev
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.many import Failed, turn
@@ -178,12 +180,24 @@ def sweep(
     def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
         return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")
 
-    if check is not None:
-        say(console, f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
-        check.judge(finish(maker(*planned[0])()))
     many = at_once or default_at_once(device, [config for _, config in planned])
-    rows = [Row(folder) for folder, _ in planned]
-    title = f"{name}: {len(rows)} runs, {many} at once on {device}"
+    title = f"{name}: {len(planned)} runs, {many} at once on {device}"
+    with ExitStack() as threads:
+        for each in data.values():
+            threads.enter_context(steady_threads(each))
+        if check is not None:
+            say(console, f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
+            check.judge(finish(maker(*planned[0])()))
+        rows = show([folder for folder, _ in planned], turn([maker(*pair) for pair in planned], many), title, console)
+    failed = [row for row in rows if row.state == "failed"]
+    for row in failed:
+        console.print(Text.assemble(("failed", "red"), f" {row.name}: {row.error}"), soft_wrap=True)
+    return len(failed)
+
+
+def show(names: Sequence[str], events: Iterable[tuple[int, ev.Event]], title: str, console: Console) -> list[Row]:
+    """Follow all runs to their ends: a table that changes on a terminal, a line now and then elsewhere."""
+    rows = [Row(name) for name in names]
     live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
     told = time.monotonic()
     if live:
@@ -191,7 +205,7 @@ def sweep(
     else:
         say(console, title)
     try:
-        for number, event in turn([maker(*pair) for pair in planned], many):
+        for number, event in events:
             rows[number].hear(event)
             if isinstance(event, Failed) and not isinstance(event.error, IncvecError):
                 rows[number].error += " (a fault of the program: please report it)"
@@ -212,7 +226,4 @@ def sweep(
             live.update(table(rows, title))
             live.stop()
     console.print(table(rows, title) if not live else "")
-    failed = [row for row in rows if row.state == "failed"]
-    for row in failed:
-        console.print(Text.assemble(("failed", "red"), f" {row.name}: {row.error}"), soft_wrap=True)
-    return len(failed)
+    return rows

@@ -151,7 +151,7 @@ def check_start(
 
 def check_finished(config: RunConfig, record: Mapping[str, Any], where: Path) -> None:
     """A record is the run's own; `start` is not among its settings where it began at its own base."""
-    saved, base = dict(record["config"]), record.get("base", {})
+    saved, base = dict(record.get("config", {})), record.get("base", {})
     if base.get("shared") and base.get("snapshot") == config.start:
         saved["start"] = config.start
     check_config(config, saved, where)
