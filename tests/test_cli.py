@@ -215,6 +215,7 @@ def test_names_of_runs() -> None:
         (["--config", "absent.yaml"], "there is no configuration file absent.yaml"),
         (["--config", "list.yaml"], "holds no settings"),
         (["--config", "bad.yaml"], "cannot be read as YAML"),
+        (["--config", "number.yaml"], "unknown setting podnet.5"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -224,6 +225,7 @@ def test_what_cannot_work_is_refused_in_one_message(
     monkeypatch.chdir(tmp_path)
     Path("list.yaml").write_text("- podnet\n")
     Path("bad.yaml").write_text("method: [podnet\n")
+    Path("number.yaml").write_text("method: podnet\npodnet: {5: 1}\n")
     result = incvec_("run", *arguments)
     assert result.exit_code == 1, result.output
     assert expected in message(result)

@@ -84,6 +84,55 @@ def test_settings_go_to_the_runs_they_are_for() -> None:
         plan("lite-aircraft", ["slca.wieght=1"])
 
 
+# The file ----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_lists_of_a_file(tmp_path: Path) -> None:
+    """1e-2 is a number here as in --config, and a setting that is a list is varied over lists."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "runs:\n"
+        "  - {method: bic, bic: {lr: [1e-2, 5e-3], bias_milestones: [10, 20]}}\n"
+        "  - {method: lucir, lucir: {balance_milestones: [[10], [5, 8]]}}\n"
+    )
+    own = [config.sections[config.method] for _, config in plan(str(file), [])]
+    assert [(o["lr"], o["bias_milestones"]) for o in own[:2]] == [(0.01, [10, 20]), (0.005, [10, 20])]
+    assert [o["balance_milestones"] for o in own[2:]] == [[10], [5, 8]]
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ("{seed: 1}", "block 2.*method = None is not possible"),
+        ("{method: [[podnet]]}", r"block 2.*method = \['podnet'\] is not possible"),
+        ("{method: podnet, addons: null}", "block 2.*addons = None is not possible"),
+        ("{method: podnet, addons: ivt}", "block 2.*addons = 'ivt' is not possible"),
+        ("{method: podnet, addons: [[[ivt]]]}", "block 2.*addons = .* is not possible"),
+        ("{method: podnet, 5: 1}", "block 2.*5 is no setting"),
+        ("{method: podnet, podnet: {5: 1}}", "block 2.*podnet.5' is no setting"),
+        ("{method: podnet, podnet: {epocs: 1}}", "block 2.*unknown setting podnet.epocs. Did you mean 'epochs'"),
+        ("podnet", "block 2.*a block is a mapping, this one is 'podnet'"),
+    ],
+)
+def test_a_block_that_cannot_work_is_named(runs: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"runs: [{{method: finetune}}, {runs}]")
+    for settings in ([], ["seed=1", "method.epochs=1"]):
+        with pytest.raises(ConfigError, match=f"mine.yaml, {message}"):
+            plan(str(file), settings)
+
+
+def test_a_file_that_is_no_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"runs: [{method: finetune}] # caf\xe9")
+    with pytest.raises(ConfigError, match="is not a sweep: 'utf-8' codec"):
+        plan(str(file), [])
+    for key, message in (("run", "'run'. Did you mean 'runs'"), ("5", "5"), ("seeds", "'seeds'")):
+        file.write_text(f"runs: [{{method: finetune}}]\n{key}: [0, 1]")
+        with pytest.raises(ConfigError, match=f"mine.yaml: unknown key {message}.*settings stand in the blocks"):
+            plan(str(file), [])
+
+
 # The check ---------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +29,7 @@ from incvec.engine.checkpoints import check_finished
 from incvec.engine.events import Event
 from incvec.engine.ranks import prints, several, start
 from incvec.engine.run import Run
+from incvec.engine.sweep import Loader
 from incvec.errors import ConfigError, DataError, IncvecError
 from incvec.lab.commands import app as lab_app
 from incvec.methods import METHODS, find_method
@@ -210,17 +210,6 @@ def run(
             record = follow(events, console)
         ranks.close()
     console.print(tables.rich_table(tables.rows([record])))
-
-
-class Loader(yaml.SafeLoader):
-    """YAML, but 1e-3 is a number, as everybody expects."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 def read_config(file: Path) -> dict[str, Any]:

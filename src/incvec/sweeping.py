@@ -23,7 +23,7 @@ from incvec.engine import events as ev
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
-from incvec.engine.sweep import Check, default_at_once, read_check, read_sweep
+from incvec.engine.sweep import Check, default_at_once, read_check, read_runs
 from incvec.engine.trouble import explained
 from incvec.errors import Busy, ConfigError, IncvecError, nearest
 from incvec.methods import METHODS
@@ -56,18 +56,21 @@ def plan(name: str, settings: Sequence[str]) -> list[tuple[str, RunConfig]]:
     `method.KEY=VALUE` sets the option of whatever method a run has.
     """
     found: dict[str, RunConfig] = {}
-    blocks = read_sweep(find_sweep(name))
+    runs = read_runs(find_sweep(name))
     for setting in settings:
-        if blocks and not any(applies(setting, given) for given in blocks):
+        if runs and not any(applies(setting, given) for _, given in runs):
             raise ConfigError(f"--set {setting}: no run of the sweep {name!r} has that method or add-on.")
-    for given in blocks:
+    for where, given in runs:
         tree: dict[str, Any] = copy.deepcopy(dict(given))
         for setting in settings:
             if applies(setting, given):
                 own = setting.startswith("method.")
                 assign(tree, f"{given['method']}.{setting.removeprefix('method.')}" if own else setting)
-        config = resolve(tree)
-        check_names(config)
+        try:
+            config = resolve(tree)
+            check_names(config)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         found[run_name(config)] = config
     if not found:
         raise ConfigError(f"the sweep {name!r} holds no runs.")

@@ -222,7 +222,7 @@ def test_no_block_of_a_sweep_vanishes(tmp_path: Path) -> None:
         {"podnet": {"milestones": [3]}},
     ]
     file = tmp_path / "mine.yaml"
-    for text, name in (("seed: []", "seed"), ("podnet: {lr: []}", "podnet: lr"), ("class_order: []", "class_order")):
+    for text, name in (("seed: []", "seed"), ("podnet: {lr: []}", "podnet.lr"), ("class_order: []", "class_order")):
         file.write_text(f"runs: [{{method: finetune}}, {{method: podnet, {text}}}]")
         with pytest.raises(ConfigError, match=rf"mine.yaml, block 2 of `runs`.*{name} is an empty list"):
             read_sweep(file)
