@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+import incvec
 from incvec.cli import app
 from incvec.data import Dataset
 from incvec.engine import events as ev
@@ -22,7 +28,7 @@ from incvec.engine.sweep import Check
 from incvec.errors import ConfigError, TrainingError
 from incvec.records import read_record
 from incvec.sweeping import plan, sweep, sweeps
-from tests.conftest import make_run, quick
+from tests.conftest import make_run, quick, same_record
 
 PAPER = {
     ("zeroshot",), ("spu",), ("rapf",), ("flyp", "cofima"), ("flyp", "magmax"),
@@ -205,6 +211,48 @@ def test_a_failed_run_is_told_to_the_letter(terminal: bool, tmp_path: Path, monk
     assert "TrainingError: no file [/tmp/x] for [red]" in shown
     assert "found [/tmp/a]" in shown
     assert done(tmp_path / "out") == ["replay"]
+
+
+def test_one_that_fails_among_others(tmp_path: Path) -> None:
+    """The command ends with status 1 and says which; the others are done. Started again, it tries that one again."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: replay, replay: {memory: 1000}}, {method: [finetune, ewc]}]")
+    command = ["sweep", str(file), "--out", str(tmp_path / "out"), "--at-once", "2", "--set", "stop_after=1"]
+    for told in ("done digits-finetune", "done digits-ewc"):
+        result = CliRunner().invoke(app, [*command, "--set", "method.epochs=1", "--set", "method.net=tiny"])
+        assert result.exit_code == 1
+        assert "failed digits-replay-3-s0" in result.output
+        assert "lower replay.memory" in result.output
+        assert told in result.output
+        assert done(tmp_path / "out") == ["ewc", "finetune"]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_does_what_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: finetune, finetune: {epochs: 1}}, {method: [replay, lwf]}]")
+    settings = ["method.net=tiny", "replay.epochs=40", "lwf.epochs=1", "stop_after=1"]
+    short, long, last = (tmp_path / "out" / name for name, _ in plan(str(file), settings))
+    command = [sys.executable, "-m", "incvec", "sweep", str(file), "--out", str(tmp_path / "out"), "--at-once", "1"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    source = str(Path(incvec.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        while not (long / "checkpoint.safetensors").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert [(run / "record.json").exists() for run in (short, long, last)] == [True, False, False]
+    before = (short / "record.json").stat().st_mtime_ns
+
+    assert sweep(str(file), tmp_path / "out", None, settings, 1, None, Console(quiet=True)) == 0
+    assert done(tmp_path / "out") == ["finetune", "lwf", "replay"]
+    assert (short / "record.json").stat().st_mtime_ns == before
+    assert sweep(str(file), tmp_path / "unbroken", None, settings, 1, "replay", Console(quiet=True)) == 0
+    same_record(*(read_record(out / long.name) for out in (tmp_path / "out", tmp_path / "unbroken")))
 
 
 def test_a_sweep_trains_with_the_threads_of_a_single_run(tmp_path: Path) -> None:
