@@ -122,6 +122,7 @@ def test_beginning_at_a_snapshot_in_ones_own_folder(few: Dataset, tmp_path: Path
         ({"order_seed": 5}, "its classes so far"),
         ({"addons": ["ivt"]}, "had no add-on ivt"),
         ({"podnet": {"net": "small"}}, "podnet with small"),
+        ({"stop_after": 1}, "it is of task 2, this run ends after task 1"),
     ],
 )
 def test_a_snapshot_of_another_past_is_refused(

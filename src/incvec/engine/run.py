@@ -34,7 +34,7 @@ from incvec.engine.restore import grow, restore
 from incvec.engine.seeds import derive
 from incvec.engine.shared import BaseFile, Lock, base_key
 from incvec.engine.speed import Way, speed_up
-from incvec.engine.stage import StageLoop
+from incvec.engine.stage import StageLoop, check_rates
 from incvec.engine.trouble import explained, gpu_trouble
 from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
@@ -117,7 +117,9 @@ class Run:
         self.parts = build(self.config, self.dataset, self.generator, self.device)
         per_class = len(self.parts.world.train.labels) / len(self.parts.order)
         self.estimate = Estimate(self.parts.tasks, self._plan, per_class)
-        self.ranks.check([stage for task in self.parts.tasks for stage in self._plan(task)])
+        stages = [stage for task in self.parts.tasks for stage in self._plan(task)]
+        check_rates(stages, self.config.method)
+        self.ranks.check(stages)
         if self.parts.engine == "graph" and not self.ranks.captures:
             self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
         if self.ranks.is_first and not self._lock.acquire():
