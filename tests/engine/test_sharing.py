@@ -11,6 +11,7 @@ import torch
 from incvec.contracts import Batch, Terms
 from incvec.data import Dataset
 from incvec.engine import events as ev
+from incvec.engine import run as run_module
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
 from incvec.engine.sweep import expand, read_sweep
@@ -153,6 +154,29 @@ def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:
         finish(make_run(few, tmp_path / "run", quick("finetune")))
     events.close()
     finish(make_run(few, tmp_path / "run", quick("finetune")))
+
+
+def test_a_folder_is_looked_at_before_the_device_is_filled(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_save_due", lambda self: True)
+    first = make_run(few, tmp_path / "run", quick("finetune"))
+    events = first.events()
+    for _ in events:
+        if first.checkpoint_path.exists():
+            break
+
+    def build(*_: Any) -> Any:
+        raise AssertionError("data were placed on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "build", build)
+        with pytest.raises(CheckpointError, match="another process is at work"):
+            finish(make_run(few, tmp_path / "run", quick("finetune")))
+        events.close()
+        with pytest.raises(CheckpointError, match=r"another configuration \(seed: 0 -> 1\)"):
+            finish(make_run(few, tmp_path / "run", quick("finetune", seed=1)))
+    finish(make_run(few, tmp_path / "run", quick("finetune")))  # neither has kept the lock
 
 
 def test_whoever_stops_listening_stops_the_runs(few: Dataset, tmp_path: Path) -> None:

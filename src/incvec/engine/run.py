@@ -26,7 +26,7 @@ from incvec.engine.build import Parts, build, pick_device
 from incvec.engine.checkpoints import Position, Saver
 from incvec.engine.estimate import Estimate
 from incvec.engine.evaluate import correct_by_class, deployed
-from incvec.engine.files import read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.engine.files import read_meta, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.engine.losses import History, check_weights, fetch_history, read_terms
 from incvec.engine.ranks import ALONE, Ranks
 from incvec.engine.record import Progress, accuracy_matrix, make_record, task_counts
@@ -114,17 +114,14 @@ class Run:
             checkpoints.check_finished(self.config, record, self.record_path)
             yield ev.Finished(record, str(self.record_path), already=True)
             return
-        self.parts = build(self.config, self.dataset, self.generator, self.device)
-        per_class = len(self.parts.world.train.labels) / len(self.parts.order)
-        self.estimate = Estimate(self.parts.tasks, self._plan, per_class)
-        stages = [stage for task in self.parts.tasks for stage in self._plan(task)]
-        check_rates(stages, self.config.method)
-        self.ranks.check(stages)
-        if self.parts.engine == "graph" and not self.ranks.captures:
-            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
-        if self.ranks.is_first and not self._lock.acquire():
-            raise Busy(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
         try:
+            if self.out.is_dir():  # what was done there before is looked at before the device is filled
+                self._take_folder()
+                if self.checkpoint_path.exists():
+                    meta = read_meta(self.checkpoint_path)
+                    checkpoints.check_checkpoint(self.config, self.dataset, meta, self.checkpoint_path)
+            self._build()
+            self._take_folder()  # a new one is made only for settings that are possible
             resumed = self._resume()
             self._join()
             for text in self._notices():
@@ -148,6 +145,20 @@ class Run:
             if self.base is not None:
                 self.base.release()
             self._lock.release()
+
+    def _take_folder(self) -> None:
+        if self.ranks.is_first and not self._lock.acquire():
+            raise Busy(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
+
+    def _build(self) -> None:
+        self.parts = build(self.config, self.dataset, self.generator, self.device)
+        per_class = len(self.parts.world.train.labels) / len(self.parts.order)
+        self.estimate = Estimate(self.parts.tasks, self._plan, per_class)
+        stages = [stage for task in self.parts.tasks for stage in self._plan(task)]
+        check_rates(stages, self.config.method)
+        self.ranks.check(stages)
+        if self.parts.engine == "graph" and not self.ranks.captures:
+            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
 
     def _join(self) -> None:
         """All ranks are at the same place; what they write from here on is the first one's."""
