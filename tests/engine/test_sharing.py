@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from incvec.engine import run as run_module
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
 from incvec.engine.sweep import expand, read_sweep
-from incvec.errors import CheckpointError, ConfigError, TrainingError
+from incvec.errors import Busy, CheckpointError, ConfigError, TrainingError
 from incvec.methods.podnet import PODNet
 from incvec.presets import changed_settings
 from tests.conftest import make_run, quick, same_record, same_weights
@@ -210,6 +211,74 @@ def test_many_at_once_as_one_after_another(few: Dataset, tmp_path: Path) -> None
     assert most == 2
     for number, given in enumerate(cases):
         same_record(ended[number], finish(make_run(few, tmp_path / f"alone{number}", given)))
+
+
+def test_two_processes_share_the_runs_of_one_base(few: Dataset, tmp_path: Path) -> None:
+    """The first has begun them all, and all but one wait for the base: they are free for the second to take."""
+    cases = [quick("podnet", *addons, oracle=oracle) for oracle in (False, True) for addons in ((), ("ivt",))]
+    make = [partial(make_run, few, tmp_path / str(n), given, tmp_path / "bases") for n, given in enumerate(cases)]
+    first = turn(make, 2)
+    begun: set[int] = set()
+    while len(begun) < len(cases):
+        number, event = next(first)
+        begun.add(number) if isinstance(event, ev.Started) else None
+    processes = {"first": first, "second": turn(make, 2)}
+    did: dict[str, set[int]] = {"first": set(), "second": set()}
+    while processes:
+        for name, events in list(processes.items()):
+            found = next(events, None)
+            if found is None:
+                del processes[name]
+            elif isinstance(found[1], ev.Finished) and not found[1].already:
+                did[name].add(found[0])
+            elif isinstance(found[1], Failed):
+                assert isinstance(found[1].error, Busy)
+    assert did["first"] | did["second"] == set(range(len(cases)))
+    assert did["first"]
+    assert did["second"]
+    assert not did["first"] & did["second"]
+    assert len(list((tmp_path / "bases").glob("*.safetensors"))) == 1
+    for number, given in enumerate(cases[:2]):
+        same_record(finish(make[number]()), finish(make_run(few, tmp_path / f"alone{number}", given)))
+
+
+def test_begun_elsewhere_while_it_waited_for_its_base(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process took a waiting run, and was stopped: this one goes on from there."""
+    monkeypatch.setattr(Run, "_save_due", lambda self: True)
+    given, bases = quick("podnet"), tmp_path / "bases"
+    trains = make_run(few, tmp_path / "trains", given, bases).events()
+    waits = make_run(few, tmp_path / "run", given, bases)
+    events = waits.events()
+    while not isinstance(next(trains), ev.EpochEnded):
+        pass
+    while not (isinstance(event := next(events), ev.Tick) and event.blocked):
+        pass
+    other = make_run(few, tmp_path / "run", given, tmp_path / "others")
+    broken = other.events()
+    while not isinstance(next(broken), ev.TaskEnded):
+        pass
+    broken.close()
+    trains.close()
+    rest = list(events)
+    assert all(event.task > 0 for event in rest if isinstance(event, ev.EpochEnded))
+    assert isinstance(rest[-1], ev.Finished)
+    same_record(rest[-1].record, finish(make_run(few, tmp_path / "alone", given)))
+
+
+def test_a_run_of_another_process_is_asked_for_once_more(few: Dataset, tmp_path: Path) -> None:
+    """That process is stopped before this one has ended: its run is done here."""
+    make = [partial(make_run, few, tmp_path / str(seed), quick("finetune", seed=seed)) for seed in (0, 1)]
+    other = make[0]().events()
+    next(other)
+    ended = []
+    for number, event in turn(make, 2):
+        assert not isinstance(event, Failed)
+        if isinstance(event, ev.Finished):
+            other.close()
+            ended.append(number)
+    assert ended == [1, 0]
 
 
 def test_one_failure_does_not_stop_the_others(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

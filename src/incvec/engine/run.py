@@ -129,6 +129,11 @@ class Run:
                 yield ev.Notice(text)
             yield ev.Started(self.name, len(self.parts.tasks), self.parts.engine, str(self.device), resumed)
             yield from self._reach_base()
+            if self.record_path.exists():  # another process has done it while this one waited for its base
+                record = read_record(self.record_path)
+                checkpoints.check_finished(self.config, record, self.record_path)
+                yield ev.Finished(record, str(self.record_path), already=True)
+                return
             while self.position[0] < len(self.parts.tasks):
                 yield from self._task(self.parts.tasks[self.position[0]])
             record = make_record(self.config, self.dataset, self.parts, self.progress, self._seconds())
@@ -207,14 +212,25 @@ class Run:
     def _reach_base(self) -> Iterator[ev.Event]:
         """Load the shared base where there is one, wait where another run trains it, or take its lock.
 
-        A run that has begun its base goes on with its own: loading is for runs that have nothing yet.
+        A run that has begun its base goes on with its own: loading is for runs that have nothing yet. These leave
+        their folder free while they wait, so that another process may take them.
         """
         own = len(self.parts.method.stages(self.parts.tasks[0]))
         if self.bases is None or self.position > (0, own, 0):
             return
         self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts, self.ranks))
         while not self.ranks.agree(self.ranks.is_first and self.base.acquire()):
+            if self.position == (0, 0, 0) and self.ranks.size == 1:
+                self._lock.release()
             yield ev.Tick(waiting=True, blocked=True)
+        self._take_folder()
+        if self.position == (0, 0, 0) and self.checkpoint_path.exists():  # begun and left by another process
+            self.base.release()
+            self.base = None
+            self._resume()
+            self._join()
+            yield from self._reach_base()
+            return
         if self.ranks.is_first:
             sweep_temporaries(self.bases)
         if self.ranks.agree(self.base.exists()) and self.position == (0, 0, 0):
