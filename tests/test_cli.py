@@ -113,6 +113,17 @@ def test_another_configuration_in_the_same_folder_is_refused(done: tuple[Path, R
     assert contents(out) == before
 
 
+def test_a_run_begun_at_its_own_base_is_done_too(tmp_path: Path) -> None:
+    """Which base it is makes no other run of it: with or without `start`, the same command says done."""
+    short = [*PODNET, "--set", "stop_after=2", "--out"]
+    assert incvec_(*short, tmp_path / "first").exit_code == 0
+    start = ["--set", f"start={tmp_path / 'first' / 'snapshots' / 'task-00.safetensors'}"]
+    for given in (start, start, []):
+        result = incvec_(*short, tmp_path / "second", *given)
+        assert result.exit_code == 0, result.output
+    assert "done already" in result.stdout
+
+
 class Interrupted(Run):
     """A run whose user presses Ctrl-C in the second task."""
 
@@ -195,6 +206,9 @@ def test_names_of_runs() -> None:
         (["--method", "podnet", "--variant", "autors"], "podnet has no variant 'autors'"),
         (["--method", "podnet", "--engine", "grph"], "engine = 'grph' is not possible"),
         (["--method", "podnet", "--device", "gpu"], "device 'gpu' is not known"),
+        (["--method", "podnet", "--device", "mps"], "device 'mps' is not known"),
+        (["--method", "podnet", "--device", "meta"], "device 'meta' is not known"),
+        (["--method", "podnet", "--set", "podnet.lr=1e60"], "a learning rate of 1e+60 (stage 'main' of podnet)"),
         (["--method", "podnet", "--tasks", "4"], "cannot be cut into 4 equal tasks"),
         (["--method", "podnet", "--set", "podnet.net=tinny"], "Did you mean 'tiny'?"),
         (["--method", "podnet", "--dataset", "cifar100", "--set", "podnet.net=tinny"], "Did you mean 'tiny'?"),
@@ -204,6 +218,7 @@ def test_names_of_runs() -> None:
         (["--config", "absent.yaml"], "there is no configuration file absent.yaml"),
         (["--config", "list.yaml"], "holds no settings"),
         (["--config", "bad.yaml"], "cannot be read as YAML"),
+        (["--config", "number.yaml"], "unknown setting podnet.5"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -213,6 +228,7 @@ def test_what_cannot_work_is_refused_in_one_message(
     monkeypatch.chdir(tmp_path)
     Path("list.yaml").write_text("- podnet\n")
     Path("bad.yaml").write_text("method: [podnet\n")
+    Path("number.yaml").write_text("method: podnet\npodnet: {5: 1}\n")
     result = incvec_("run", *arguments)
     assert result.exit_code == 1, result.output
     assert expected in message(result)

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+import incvec
 from incvec.cli import app
 from incvec.data import Dataset
-from incvec.engine.run import finish
+from incvec.engine import events as ev
+from incvec.engine.run import Run, finish
 from incvec.engine.shared import Lock
 from incvec.engine.sweep import Check
-from incvec.errors import ConfigError
+from incvec.errors import ConfigError, TrainingError
+from incvec.records import read_record
 from incvec.sweeping import plan, sweep, sweeps
-from tests.conftest import make_run, quick
+from tests.conftest import make_run, quick, same_record
 
 PAPER = {
     ("zeroshot",), ("spu",), ("rapf",), ("flyp", "cofima"), ("flyp", "magmax"),
@@ -80,6 +90,55 @@ def test_settings_go_to_the_runs_they_are_for() -> None:
         plan("lite-aircraft", ["slca.wieght=1"])
 
 
+# The file ----------------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_lists_of_a_file(tmp_path: Path) -> None:
+    """1e-2 is a number here as in --config, and a setting that is a list is varied over lists."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "runs:\n"
+        "  - {method: bic, bic: {lr: [1e-2, 5e-3], bias_milestones: [10, 20]}}\n"
+        "  - {method: lucir, lucir: {balance_milestones: [[10], [5, 8]]}}\n"
+    )
+    own = [config.sections[config.method] for _, config in plan(str(file), [])]
+    assert [(o["lr"], o["bias_milestones"]) for o in own[:2]] == [(0.01, [10, 20]), (0.005, [10, 20])]
+    assert [o["balance_milestones"] for o in own[2:]] == [[10], [5, 8]]
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ("{seed: 1}", "block 2.*method = None is not possible"),
+        ("{method: [[podnet]]}", r"block 2.*method = \['podnet'\] is not possible"),
+        ("{method: podnet, addons: null}", "block 2.*addons = None is not possible"),
+        ("{method: podnet, addons: ivt}", "block 2.*addons = 'ivt' is not possible"),
+        ("{method: podnet, addons: [[[ivt]]]}", "block 2.*addons = .* is not possible"),
+        ("{method: podnet, 5: 1}", "block 2.*5 is no setting"),
+        ("{method: podnet, podnet: {5: 1}}", "block 2.*podnet.5' is no setting"),
+        ("{method: podnet, podnet: {epocs: 1}}", "block 2.*unknown setting podnet.epocs. Did you mean 'epochs'"),
+        ("podnet", "block 2.*a block is a mapping, this one is 'podnet'"),
+    ],
+)
+def test_a_block_that_cannot_work_is_named(runs: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"runs: [{{method: finetune}}, {runs}]")
+    for settings in ([], ["seed=1", "method.epochs=1"]):
+        with pytest.raises(ConfigError, match=f"mine.yaml, {message}"):
+            plan(str(file), settings)
+
+
+def test_a_file_that_is_no_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"runs: [{method: finetune}] # caf\xe9")
+    with pytest.raises(ConfigError, match="is not a sweep: 'utf-8' codec"):
+        plan(str(file), [])
+    for key, message in (("run", "'run'. Did you mean 'runs'"), ("5", "5"), ("seeds", "'seeds'")):
+        file.write_text(f"runs: [{{method: finetune}}]\n{key}: [0, 1]")
+        with pytest.raises(ConfigError, match=f"mine.yaml: unknown key {message}.*settings stand in the blocks"):
+            plan(str(file), [])
+
+
 # The check ---------------------------------------------------------------------------------------------------
 
 
@@ -126,6 +185,88 @@ def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
 def test_every_packaged_sweep_can_be_planned() -> None:
     for name in sweeps():
         assert plan(name, [])
+
+
+# One that fails ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_failed_run_is_told_to_the_letter(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever brackets stand in the message; the others finish."""
+    original = Run.events
+
+    def events(self: Run) -> Iterator[ev.Event]:
+        if self.config.method == "finetune":
+            yield ev.Notice("found [/tmp/a]")
+            raise TrainingError("no file [/tmp/x] for [red]")
+        yield from original(self)
+
+    monkeypatch.setattr(Run, "events", events)
+    file = tmp_path / "mine.yaml"
+    run = {"method": ["finetune", "replay"], "dataset": "digits", "stop_after": 1}
+    file.write_text(yaml.safe_dump({"name": "mine", "runs": [run]}))
+    console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
+    assert sweep(str(file), tmp_path / "out", None, ["method.epochs=1"], 2, None, console) == 1
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "TrainingError: no file [/tmp/x] for [red]" in shown
+    assert "found [/tmp/a]" in shown
+    assert done(tmp_path / "out") == ["replay"]
+
+
+def test_one_that_fails_among_others(tmp_path: Path) -> None:
+    """The command ends with status 1 and says which; the others are done. Started again, it tries that one again."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: replay, replay: {memory: 1000}}, {method: [finetune, ewc]}]")
+    command = ["sweep", str(file), "--out", str(tmp_path / "out"), "--at-once", "2", "--set", "stop_after=1"]
+    for told in ("done digits-finetune", "done digits-ewc"):
+        result = CliRunner().invoke(app, [*command, "--set", "method.epochs=1", "--set", "method.net=tiny"])
+        assert result.exit_code == 1
+        assert "failed digits-replay-3-s0" in result.output
+        assert "lower replay.memory" in result.output
+        assert told in result.output
+        assert done(tmp_path / "out") == ["ewc", "finetune"]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_does_what_is_left(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: finetune, finetune: {epochs: 1}}, {method: [replay, lwf]}]")
+    settings = ["method.net=tiny", "replay.epochs=40", "lwf.epochs=1", "stop_after=1"]
+    short, long, last = (tmp_path / "out" / name for name, _ in plan(str(file), settings))
+    command = [sys.executable, "-m", "incvec", "sweep", str(file), "--out", str(tmp_path / "out"), "--at-once", "1"]
+    command += [part for setting in settings for part in ("--set", setting)]
+    source = str(Path(incvec.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        while not (long / "checkpoint.safetensors").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert [(run / "record.json").exists() for run in (short, long, last)] == [True, False, False]
+    before = (short / "record.json").stat().st_mtime_ns
+
+    assert sweep(str(file), tmp_path / "out", None, settings, 1, None, Console(quiet=True)) == 0
+    assert done(tmp_path / "out") == ["finetune", "lwf", "replay"]
+    assert (short / "record.json").stat().st_mtime_ns == before
+    assert sweep(str(file), tmp_path / "unbroken", None, settings, 1, "replay", Console(quiet=True)) == 0
+    same_record(*(read_record(out / long.name) for out in (tmp_path / "out", tmp_path / "unbroken")))
+
+
+def test_a_sweep_trains_with_the_threads_of_a_single_run(tmp_path: Path) -> None:
+    """On tiny images one, so that a base is the same whoever trained it."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: finetune, dataset: digits, device: cpu, stop_after: 1}]")
+    torch.set_num_threads(2)
+    try:
+        assert sweep(str(file), tmp_path / "out", None, ["method.epochs=1"], 1, None, Console(quiet=True)) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    (record,) = (read_record(found) for found in (tmp_path / "out").glob("*/record.json"))
+    assert record["environment"]["threads"] == 1
 
 
 # Several processes -------------------------------------------------------------------------------------------

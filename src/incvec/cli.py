@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -22,14 +21,16 @@ from typer.core import TyperGroup
 import incvec
 from incvec import packing, sweeping
 from incvec.addons import ADDONS, find_addon
-from incvec.config import RunConfig, assign, differences
+from incvec.config import RunConfig, assign
 from incvec.data import DATASETS, check, load_dataset
 from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
+from incvec.engine.checkpoints import check_finished
 from incvec.engine.events import Event
 from incvec.engine.ranks import prints, several, start
 from incvec.engine.run import Run
-from incvec.errors import CheckpointError, ConfigError, DataError, IncvecError
+from incvec.engine.sweep import Loader
+from incvec.errors import ConfigError, DataError, IncvecError
 from incvec.lab.commands import app as lab_app
 from incvec.methods import METHODS, find_method
 from incvec.presets import presets, resolve, run_name
@@ -192,7 +193,7 @@ def run(
     console = Console(quiet=not prints())
     record = finished(resolved, folder)
     if record is not None:
-        console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False)
+        console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False, markup=False)
     else:
         ranks = start(resolved.device)
         pick_device(resolved.device, ranks.local)
@@ -209,17 +210,6 @@ def run(
             record = follow(events, console)
         ranks.close()
     console.print(tables.rich_table(tables.rows([record])))
-
-
-class Loader(yaml.SafeLoader):
-    """YAML, but 1e-3 is a number, as everybody expects."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -254,12 +244,7 @@ def finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     if not file.exists():
         return None
     record = read_record(file)
-    changes = differences(config.resolved(), record.get("config", {}))
-    if changes:
-        raise CheckpointError(
-            f"{file} belongs to another configuration ({'; '.join(changes[:6])}). Choose another --out, or give "
-            "the settings it was made with."
-        )
+    check_finished(config, record, file)
     return record
 
 

@@ -58,7 +58,7 @@ def run_demo(out: Path, seed: int, console: Console, changes: Mapping[str, Any] 
         style="dim",
         highlight=False,
     )
-    console.print(f"picture: {file}", soft_wrap=True, highlight=False)
+    console.print(f"picture: {file}", soft_wrap=True, highlight=False, markup=False)
     return records
 
 

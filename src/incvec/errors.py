@@ -38,8 +38,11 @@ class DeviceFull(TrainingError):
     """A device whose memory does not suffice; with fewer runs beside it, it might."""
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """The tail of an error message, `" Did you mean 'podnet'?"`, or nothing where no choice is close."""
+def nearest(name: object, choices: Iterable[str]) -> str:
+    """The tail of an error message, `" Did you mean 'podnet'?"`, or nothing where no choice is close.
+
+    A file may hold a number or a date where a name should be; it is read as it would be written.
+    """
     by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return f" Did you mean '{by_lower[close[0]]}'?" if close else ""

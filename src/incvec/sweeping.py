@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from incvec.addons import ADDONS
 from incvec.config import RunConfig, assign
 from incvec.data import Dataset, load_dataset
+from incvec.demo import steady_threads
 from incvec.engine import events as ev
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
-from incvec.engine.sweep import Check, default_at_once, read_check, read_sweep
+from incvec.engine.sweep import Check, default_at_once, read_check, read_runs
 from incvec.engine.trouble import explained
 from incvec.errors import Busy, ConfigError, IncvecError, nearest
 from incvec.methods import METHODS
@@ -53,18 +56,21 @@ def plan(name: str, settings: Sequence[str]) -> list[tuple[str, RunConfig]]:
     `method.KEY=VALUE` sets the option of whatever method a run has.
     """
     found: dict[str, RunConfig] = {}
-    blocks = read_sweep(find_sweep(name))
+    runs = read_runs(find_sweep(name))
     for setting in settings:
-        if blocks and not any(applies(setting, given) for given in blocks):
+        if runs and not any(applies(setting, given) for _, given in runs):
             raise ConfigError(f"--set {setting}: no run of the sweep {name!r} has that method or add-on.")
-    for given in blocks:
+    for where, given in runs:
         tree: dict[str, Any] = copy.deepcopy(dict(given))
         for setting in settings:
             if applies(setting, given):
                 own = setting.startswith("method.")
                 assign(tree, f"{given['method']}.{setting.removeprefix('method.')}" if own else setting)
-        config = resolve(tree)
-        check_names(config)
+        try:
+            config = resolve(tree)
+            check_names(config)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         found[run_name(config)] = config
     if not found:
         raise ConfigError(f"the sweep {name!r} holds no runs.")
@@ -116,13 +122,19 @@ class Row:
             self.accuracy = f"AA {metrics['AA']:.2f}  LA {metrics['LA']:.2f}{forgetting}"
 
 
+def say(console: Console, text: str) -> None:
+    """A line as it is: names and errors may hold brackets, which are no markup."""
+    console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
 def table(rows: Sequence[Row], title: str) -> Table:
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=Text(title), title_justify="left")
     for column in ("run", "state", "where", "done", "left", "accuracy"):
         shown.add_column(column, overflow="fold")  # names that differ in their last letters stay apart
     for row in rows:
         left = "" if row.left is None else duration(row.left)
-        shown.add_row(row.name, row.state, row.where, f"{100 * row.fraction:.0f} %", left, row.accuracy)
+        cells = (row.name, row.state, row.where, f"{100 * row.fraction:.0f} %", left, row.accuracy)
+        shown.add_row(*map(Text, cells))
     return shown
 
 
@@ -152,12 +164,11 @@ def sweep(
         planned = [before, *(pair for pair in planned if pair != before)]
     if dry_run:
         if check is not None:
-            console.print(f"first  {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}")
+            say(console, f"first  {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}")
         for folder, config in planned:
             state = "done" if (out / folder / "record.json").exists() else "to do"
             changes = "".join(f" {key}={value}" for key, value in changed_settings(config.resolved()).items())
-            line = f"{state:6} {folder}  (device {config.device}, engine {config.engine}){changes}"
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            say(console, f"{state:6} {folder}  (device {config.device}, engine {config.engine}){changes}")
         return 0
     device = pick_device(planned[0][1].device)
     data: dict[str, Dataset] = {}
@@ -172,27 +183,39 @@ def sweep(
     def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
         return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")
 
-    if check is not None:
-        console.print(f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
-        check.judge(finish(maker(*planned[0])()))
     many = at_once or default_at_once(device, [config for _, config in planned])
-    rows = [Row(folder) for folder, _ in planned]
-    title = f"{name}: {len(rows)} runs, {many} at once on {device}"
+    title = f"{name}: {len(planned)} runs, {many} at once on {device}"
+    with ExitStack() as threads:
+        for each in data.values():
+            threads.enter_context(steady_threads(each))
+        if check is not None:
+            say(console, f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
+            check.judge(finish(maker(*planned[0])()))
+        rows = show([folder for folder, _ in planned], turn([maker(*pair) for pair in planned], many), title, console)
+    failed = [row for row in rows if row.state == "failed"]
+    for row in failed:
+        console.print(Text.assemble(("failed", "red"), f" {row.name}: {row.error}"), soft_wrap=True)
+    return len(failed)
+
+
+def show(names: Sequence[str], events: Iterable[tuple[int, ev.Event]], title: str, console: Console) -> list[Row]:
+    """Follow all runs to their ends: a table that changes on a terminal, a line now and then elsewhere."""
+    rows = [Row(name) for name in names]
     live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
     told = time.monotonic()
     if live:
         live.start()
     else:
-        console.print(title)
+        say(console, title)
     try:
-        for number, event in turn([maker(*pair) for pair in planned], many):
+        for number, event in events:
             rows[number].hear(event)
             if isinstance(event, Failed) and not isinstance(event.error, IncvecError):
                 rows[number].error += " (a fault of the program: please report it)"
             now = time.monotonic()
             if isinstance(event, ev.Finished | Failed) and live is None:
                 row = rows[number]
-                console.print(f"{row.state} {row.name}: {row.error or row.accuracy}", soft_wrap=True)
+                say(console, f"{row.state} {row.name}: {row.error or row.accuracy}")
             if now - told < (0.5 if live else QUIET):
                 continue
             told = now
@@ -200,15 +223,10 @@ def sweep(
                 live.update(table(rows, title))
             else:
                 busy = [f"{r.name} {r.where} {100 * r.fraction:.0f} %" for r in rows if r.state == "training"]
-                console.print(
-                    f"{sum(r.state == 'done' for r in rows)}/{len(rows)} done; " + "; ".join(busy), soft_wrap=True
-                )
+                say(console, f"{sum(r.state == 'done' for r in rows)}/{len(rows)} done; " + "; ".join(busy))
     finally:
         if live:
             live.update(table(rows, title))
             live.stop()
     console.print(table(rows, title) if not live else "")
-    failed = [row for row in rows if row.state == "failed"]
-    for row in failed:
-        console.print(f"[red]failed[/red] {row.name}: {row.error}", soft_wrap=True)
-    return len(failed)
+    return rows

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from incvec.data import Dataset
+from incvec.engine.build import pick_device
 from incvec.engine.run import finish
 from incvec.errors import ConfigError
 from tests.conftest import make_run, quick
@@ -42,3 +44,11 @@ def test_an_order_that_was_given_has_no_seed(few: Dataset, tmp_path: Path) -> No
     record = finish(make_run(few, tmp_path, quick("finetune", class_order=order, order_seed=7, stop_after=1)))
     assert (record["order_seed"], record["config"]["order_seed"]) == (None, None)
     assert record["class_order"] == record["config"]["class_order"] == order
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="'cuda:2' was asked for, but the last one here is cuda:1"):
+        pick_device("cuda:2")

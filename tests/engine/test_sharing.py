@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from incvec.contracts import Batch, Terms
 from incvec.data import Dataset
 from incvec.engine import events as ev
+from incvec.engine import run as run_module
 from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
-from incvec.engine.sweep import expand
-from incvec.errors import CheckpointError, TrainingError
+from incvec.engine.sweep import expand, read_sweep
+from incvec.errors import Busy, CheckpointError, ConfigError, TrainingError
 from incvec.methods.podnet import PODNet
 from incvec.presets import changed_settings
 from tests.conftest import make_run, quick, same_record, same_weights
@@ -122,6 +124,7 @@ def test_beginning_at_a_snapshot_in_ones_own_folder(few: Dataset, tmp_path: Path
         ({"order_seed": 5}, "its classes so far"),
         ({"addons": ["ivt"]}, "had no add-on ivt"),
         ({"podnet": {"net": "small"}}, "podnet with small"),
+        ({"stop_after": 1}, "it is of task 2, this run ends after task 1"),
     ],
 )
 def test_a_snapshot_of_another_past_is_refused(
@@ -152,6 +155,29 @@ def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:
         finish(make_run(few, tmp_path / "run", quick("finetune")))
     events.close()
     finish(make_run(few, tmp_path / "run", quick("finetune")))
+
+
+def test_a_folder_is_looked_at_before_the_device_is_filled(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_save_due", lambda self: True)
+    first = make_run(few, tmp_path / "run", quick("finetune"))
+    events = first.events()
+    for _ in events:
+        if first.checkpoint_path.exists():
+            break
+
+    def build(*_: Any) -> Any:
+        raise AssertionError("data were placed on the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "build", build)
+        with pytest.raises(CheckpointError, match="another process is at work"):
+            finish(make_run(few, tmp_path / "run", quick("finetune")))
+        events.close()
+        with pytest.raises(CheckpointError, match=r"another configuration \(seed: 0 -> 1\)"):
+            finish(make_run(few, tmp_path / "run", quick("finetune", seed=1)))
+    finish(make_run(few, tmp_path / "run", quick("finetune")))  # neither has kept the lock
 
 
 def test_whoever_stops_listening_stops_the_runs(few: Dataset, tmp_path: Path) -> None:
@@ -187,6 +213,74 @@ def test_many_at_once_as_one_after_another(few: Dataset, tmp_path: Path) -> None
         same_record(ended[number], finish(make_run(few, tmp_path / f"alone{number}", given)))
 
 
+def test_two_processes_share_the_runs_of_one_base(few: Dataset, tmp_path: Path) -> None:
+    """The first has begun them all, and all but one wait for the base: they are free for the second to take."""
+    cases = [quick("podnet", *addons, oracle=oracle) for oracle in (False, True) for addons in ((), ("ivt",))]
+    make = [partial(make_run, few, tmp_path / str(n), given, tmp_path / "bases") for n, given in enumerate(cases)]
+    first = turn(make, 2)
+    begun: set[int] = set()
+    while len(begun) < len(cases):
+        number, event = next(first)
+        begun.add(number) if isinstance(event, ev.Started) else None
+    processes = {"first": first, "second": turn(make, 2)}
+    did: dict[str, set[int]] = {"first": set(), "second": set()}
+    while processes:
+        for name, events in list(processes.items()):
+            found = next(events, None)
+            if found is None:
+                del processes[name]
+            elif isinstance(found[1], ev.Finished) and not found[1].already:
+                did[name].add(found[0])
+            elif isinstance(found[1], Failed):
+                assert isinstance(found[1].error, Busy)
+    assert did["first"] | did["second"] == set(range(len(cases)))
+    assert did["first"]
+    assert did["second"]
+    assert not did["first"] & did["second"]
+    assert len(list((tmp_path / "bases").glob("*.safetensors"))) == 1
+    for number, given in enumerate(cases[:2]):
+        same_record(finish(make[number]()), finish(make_run(few, tmp_path / f"alone{number}", given)))
+
+
+def test_begun_elsewhere_while_it_waited_for_its_base(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process took a waiting run, and was stopped: this one goes on from there."""
+    monkeypatch.setattr(Run, "_save_due", lambda self: True)
+    given, bases = quick("podnet"), tmp_path / "bases"
+    trains = make_run(few, tmp_path / "trains", given, bases).events()
+    waits = make_run(few, tmp_path / "run", given, bases)
+    events = waits.events()
+    while not isinstance(next(trains), ev.EpochEnded):
+        pass
+    while not (isinstance(event := next(events), ev.Tick) and event.blocked):
+        pass
+    other = make_run(few, tmp_path / "run", given, tmp_path / "others")
+    broken = other.events()
+    while not isinstance(next(broken), ev.TaskEnded):
+        pass
+    broken.close()
+    trains.close()
+    rest = list(events)
+    assert all(event.task > 0 for event in rest if isinstance(event, ev.EpochEnded))
+    assert isinstance(rest[-1], ev.Finished)
+    same_record(rest[-1].record, finish(make_run(few, tmp_path / "alone", given)))
+
+
+def test_a_run_of_another_process_is_asked_for_once_more(few: Dataset, tmp_path: Path) -> None:
+    """That process is stopped before this one has ended: its run is done here."""
+    make = [partial(make_run, few, tmp_path / str(seed), quick("finetune", seed=seed)) for seed in (0, 1)]
+    other = make[0]().events()
+    next(other)
+    ended = []
+    for number, event in turn(make, 2):
+        assert not isinstance(event, Failed)
+        if isinstance(event, ev.Finished):
+            other.close()
+            ended.append(number)
+    assert ended == [1, 0]
+
+
 def test_one_failure_does_not_stop_the_others(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = PODNet.end_task
 
@@ -213,6 +307,19 @@ def test_a_sweeps_combinations() -> None:
     assert list(expand({"method": "podnet", "podnet": {"milestones": [3, 4]}})) == [
         {"method": "podnet", "podnet": {"milestones": [3, 4]}}
     ]
+
+
+def test_no_block_of_a_sweep_vanishes(tmp_path: Path) -> None:
+    assert list(expand({"method": "podnet", "addons": []})) == [{"method": "podnet", "addons": []}]
+    assert list(expand({"podnet": {"milestones": [[], [3]]}})) == [
+        {"podnet": {"milestones": []}},
+        {"podnet": {"milestones": [3]}},
+    ]
+    file = tmp_path / "mine.yaml"
+    for text, name in (("seed: []", "seed"), ("podnet: {lr: []}", "podnet.lr"), ("class_order: []", "class_order")):
+        file.write_text(f"runs: [{{method: finetune}}, {{method: podnet, {text}}}]")
+        with pytest.raises(ConfigError, match=rf"mine.yaml, block 2 of `runs`.*{name} is an empty list"):
+            read_sweep(file)
 
 
 def test_a_loss_that_does_not_reach_the_network(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

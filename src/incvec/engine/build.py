@@ -56,12 +56,19 @@ def pick_device(name: str, local: int | None = None) -> torch.device:
     """The device of that name; where several processes share a machine, `local` is this one's number there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    unknown = ConfigError(f"device {name!r} is not known; expected auto, cpu, cuda or cuda:N.")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device {name!r} is not known; expected auto, cpu, cuda or cuda:N.") from None
+        raise unknown from None
+    if device.type not in ("cpu", "cuda"):
+        raise unknown
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but torch {torch.__version__} sees no CUDA device here.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {name!r} was asked for, but the last one here is cuda:{torch.cuda.device_count() - 1}."
+        )
     if device.type == "cuda" and ":" not in name and local is not None:
         if local >= torch.cuda.device_count():
             raise ConfigError(

@@ -128,6 +128,10 @@ def check_start(
     where = f"{config.start} cannot be begun at"
     if meta.get("kind") != "snapshot":
         raise CheckpointError(f"{where}: it is not a snapshot of a task.")
+    if meta["grown"] >= len(parts.tasks):
+        raise CheckpointError(
+            f"{where}: it is of task {meta['grown'] + 1}, this run ends after task {len(parts.tasks)}."
+        )
     other, seen = meta["config"], parts.tasks[meta["grown"]].n_seen
     net, method = config.sections[config.method].get("net"), config.method
     if (other["method"], other.get(other["method"], {}).get("net")) != (method, net):
@@ -151,7 +155,7 @@ def check_start(
 
 def check_finished(config: RunConfig, record: Mapping[str, Any], where: Path) -> None:
     """A record is the run's own; `start` is not among its settings where it began at its own base."""
-    saved, base = dict(record["config"]), record.get("base", {})
+    saved, base = dict(record.get("config", {})), record.get("base", {})
     if base.get("shared") and base.get("snapshot") == config.start:
         saved["start"] = config.start
     check_config(config, saved, where)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from incvec.engine import events as ev
 from incvec.engine.run import Run
 from incvec.engine.trouble import free
-from incvec.errors import DeviceFull
+from incvec.errors import Busy, DeviceFull
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,18 @@ def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int
     """Turn the runs, at most `at_once` of them at work at a time; yields each event with its run's number.
 
     A run that waits for a base which another one trains takes no place. One that finds the device's memory full
-    gives way and is started again, from its checkpoint, when others have ended.
+    gives way and is started again, from its checkpoint, when others have ended. One that another process is at work
+    on is asked for once more when all others have ended: that process may have been stopped.
     """
     queue = list(range(len(make)))
+    elsewhere: list[int] = []
+    last = False  # whether those are being asked for once more
     active: dict[int, Generator[ev.Event, None, None]] = {}
     blocked: set[int] = set()
     try:
-        while queue or active:
+        while queue or active or elsewhere:
+            if not queue and not active:
+                queue, elsewhere, last = elsewhere, [], True
             while queue and len(active) - len(blocked) < at_once:
                 number = queue.pop(0)
                 try:
@@ -60,6 +65,10 @@ def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int
                         del error
                         free()
                         yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
+                        continue
+                    if isinstance(error, Busy) and not last:
+                        elsewhere.append(number)
+                        yield number, ev.Notice("another process is at work on it")
                         continue
                     yield number, Failed(error)
                     continue

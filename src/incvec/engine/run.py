@@ -26,7 +26,7 @@ from incvec.engine.build import Parts, build, pick_device
 from incvec.engine.checkpoints import Position, Saver
 from incvec.engine.estimate import Estimate
 from incvec.engine.evaluate import correct_by_class, deployed
-from incvec.engine.files import read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.engine.files import read_meta, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.engine.losses import History, check_weights, fetch_history, read_terms
 from incvec.engine.ranks import ALONE, Ranks
 from incvec.engine.record import Progress, accuracy_matrix, make_record, task_counts
@@ -34,7 +34,7 @@ from incvec.engine.restore import grow, restore
 from incvec.engine.seeds import derive
 from incvec.engine.shared import BaseFile, Lock, base_key
 from incvec.engine.speed import Way, speed_up
-from incvec.engine.stage import StageLoop
+from incvec.engine.stage import StageLoop, check_rates
 from incvec.engine.trouble import explained, gpu_trouble
 from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
@@ -114,15 +114,14 @@ class Run:
             checkpoints.check_finished(self.config, record, self.record_path)
             yield ev.Finished(record, str(self.record_path), already=True)
             return
-        self.parts = build(self.config, self.dataset, self.generator, self.device)
-        per_class = len(self.parts.world.train.labels) / len(self.parts.order)
-        self.estimate = Estimate(self.parts.tasks, self._plan, per_class)
-        self.ranks.check([stage for task in self.parts.tasks for stage in self._plan(task)])
-        if self.parts.engine == "graph" and not self.ranks.captures:
-            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
-        if self.ranks.is_first and not self._lock.acquire():
-            raise Busy(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
         try:
+            if self.out.is_dir():  # what was done there before is looked at before the device is filled
+                self._take_folder()
+                if self.checkpoint_path.exists():
+                    meta = read_meta(self.checkpoint_path)
+                    checkpoints.check_checkpoint(self.config, self.dataset, meta, self.checkpoint_path)
+            self._build()
+            self._take_folder()  # a new one is made only for settings that are possible
             resumed = self._resume()
             self._join()
             for text in self._notices():
@@ -130,6 +129,11 @@ class Run:
                 yield ev.Notice(text)
             yield ev.Started(self.name, len(self.parts.tasks), self.parts.engine, str(self.device), resumed)
             yield from self._reach_base()
+            if self.record_path.exists():  # another process has done it while this one waited for its base
+                record = read_record(self.record_path)
+                checkpoints.check_finished(self.config, record, self.record_path)
+                yield ev.Finished(record, str(self.record_path), already=True)
+                return
             while self.position[0] < len(self.parts.tasks):
                 yield from self._task(self.parts.tasks[self.position[0]])
             record = make_record(self.config, self.dataset, self.parts, self.progress, self._seconds())
@@ -146,6 +150,20 @@ class Run:
             if self.base is not None:
                 self.base.release()
             self._lock.release()
+
+    def _take_folder(self) -> None:
+        if self.ranks.is_first and not self._lock.acquire():
+            raise Busy(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
+
+    def _build(self) -> None:
+        self.parts = build(self.config, self.dataset, self.generator, self.device)
+        per_class = len(self.parts.world.train.labels) / len(self.parts.order)
+        self.estimate = Estimate(self.parts.tasks, self._plan, per_class)
+        stages = [stage for task in self.parts.tasks for stage in self._plan(task)]
+        check_rates(stages, self.config.method)
+        self.ranks.check(stages)
+        if self.parts.engine == "graph" and not self.ranks.captures:
+            self.parts.engine = "eager"  # the ranks share a GPU, so their messages go through the host
 
     def _join(self) -> None:
         """All ranks are at the same place; what they write from here on is the first one's."""
@@ -194,14 +212,25 @@ class Run:
     def _reach_base(self) -> Iterator[ev.Event]:
         """Load the shared base where there is one, wait where another run trains it, or take its lock.
 
-        A run that has begun its base goes on with its own: loading is for runs that have nothing yet.
+        A run that has begun its base goes on with its own: loading is for runs that have nothing yet. These leave
+        their folder free while they wait, so that another process may take them.
         """
         own = len(self.parts.method.stages(self.parts.tasks[0]))
         if self.bases is None or self.position > (0, own, 0):
             return
         self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts, self.ranks))
         while not self.ranks.agree(self.ranks.is_first and self.base.acquire()):
+            if self.position == (0, 0, 0) and self.ranks.size == 1:
+                self._lock.release()
             yield ev.Tick(waiting=True, blocked=True)
+        self._take_folder()
+        if self.position == (0, 0, 0) and self.checkpoint_path.exists():  # begun and left by another process
+            self.base.release()
+            self.base = None
+            self._resume()
+            self._join()
+            yield from self._reach_base()
+            return
         if self.ranks.is_first:
             sweep_temporaries(self.bases)
         if self.ranks.agree(self.base.exists()) and self.position == (0, 0, 0):

@@ -8,7 +8,7 @@ epoch is queued without a host synchronisation and its history is read once, aft
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,17 @@ def select_parameters(stage: Stage, method: Method, addons: Sequence[AddOn]) -> 
     for name, parameter in named.items():
         parameter.requires_grad_(name in chosen)
     return groups
+
+
+def check_rates(stages: Iterable[Stage], method: str) -> None:
+    """A rate is a 32-bit number on the device: one that is larger is told before anything is trained."""
+    for stage in stages:
+        for group in stage.groups:
+            if group.lr > torch.finfo(torch.float32).max:
+                raise ConfigError(
+                    f"a learning rate of {group.lr:g} (stage {stage.name!r} of {method}) is more than a 32-bit number "
+                    "can hold; choose a smaller one."
+                )
 
 
 def make_optimiser(stage: Stage, groups: list[dict[str, nn.Parameter]], device: torch.device) -> torch.optim.Optimizer:

@@ -1,8 +1,9 @@
 """Sweeps: many configurations, their common beginnings trained once, as many at a time as the device takes.
 
 A sweep file is YAML: `name`, `summary`, and `runs`, a list of blocks. In a block every value that is a list is
-varied, and the block stands for all combinations; `addons` is varied over lists of names. Other keys are as in a
-run's configuration (`podnet: {memory: [5, 10, 20]}` varies inside a section).
+varied, and the block stands for all combinations; `addons` is varied over lists of names, and so is every setting that
+is a list itself (`milestones: [80, 120]` is one value, `[[80, 120], [60]]` are two). Other keys are as in a run's
+configuration (`podnet: {memory: [5, 10, 20]}` varies inside a section).
 
 A sweep may have a `check`: the first run that fits its `of` (settings, such as `method: zeroshot`) goes before all
 others, and where its `metric` is further than `within` from `expected`, nothing else is run.
@@ -11,18 +12,32 @@ others, and where its `metric` is further than `within` from `expected`, nothing
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import torch
 import yaml
 
+from incvec.addons import ADDONS, find_addon
 from incvec.config import RunConfig
-from incvec.errors import ConfigError
+from incvec.errors import ConfigError, nearest
+from incvec.methods import METHODS, find_method
 
-PLAIN_LISTS = {"class_order", "milestones", "base_milestones", "stages"}  # lists that are one value
+KEYS = ("name", "summary", "check", "runs")
+
+
+class Loader(yaml.SafeLoader):
+    """YAML, but 1e-3 is a number, as everybody expects."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,11 +61,17 @@ class Check:
 
 def read_content(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
+        content = yaml.load(path.read_text(), Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not a sweep: {error}.") from None
     if not isinstance(content, Mapping) or not isinstance(content.get("runs"), list):
         raise ConfigError(f"{path} is not a sweep: it needs `runs`, a list of blocks.")
+    for key in content:
+        if key not in KEYS:
+            raise ConfigError(
+                f"{path}: unknown key {key!r}.{nearest(key, KEYS)} A sweep has {', '.join(KEYS)}; settings stand in "
+                "the blocks of `runs`."
+            )
     return content
 
 
@@ -69,30 +90,67 @@ def read_check(path: Path) -> Check | None:
 
 def read_sweep(path: Path) -> list[dict[str, Any]]:
     """The run settings that a sweep file stands for, in its order."""
+    return [given for _, given in read_runs(path)]
+
+
+def read_runs(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The same, each with the place in the file that it comes from."""
     content = read_content(path)
-    found: list[dict[str, Any]] = []
-    for block in content["runs"]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    for number, block in enumerate(content["runs"], 1):
+        where = f"{path}, block {number} of `runs`"
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{path}: every block under `runs` is a mapping, one is {block!r}.")
-        found += [given for given in expand(block) if given not in found]
+            raise ConfigError(f"{where}: a block is a mapping, this one is {block!r}.")
+        for given in expand(block, where):
+            if not isinstance(given.get("method"), str):
+                raise ConfigError(f"{where}: method = {given.get('method')!r} is not possible: expected a name.")
+            if all(given != other for _, other in found):
+                found.append((where, given))
     return found
 
 
-def expand(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") -> Iterator[dict[str, Any]]:
     """All combinations of the block's lists; the last key varies fastest."""
     axes: list[list[tuple[str, Any]]] = []
     for key, value in block.items():
-        if isinstance(value, Mapping):
-            axes.append([(key, inner) for inner in expand(value)])
-        elif key == "addons":
-            lists = value if isinstance(value, list) and all(isinstance(v, list) for v in value) else [value]
-            axes.append([(key, names) for names in lists])
-        elif isinstance(value, list) and (key not in PLAIN_LISTS or all(isinstance(v, list) for v in value)):
-            axes.append([(key, inner) for inner in value])
+        name = f"{section}.{key}" if section else key
+        if not isinstance(key, str):
+            raise ConfigError(f"{where}: {name!r} is no setting: expected a name.")
+        if key == "addons" and not section:
+            several = isinstance(value, list) and value and all(isinstance(v, list) for v in value)
+            choices = value if several else [value]
+            if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in choices):
+                raise ConfigError(
+                    f"{where}: addons = {value!r} is not possible: expected a list of names, such as [ivt], or "
+                    "several such lists."
+                )
+        elif value == []:
+            raise ConfigError(
+                f"{where}: {name} is an empty list, which stands for no run at all. Give it values or leave it out"
+                + (f"; for a setting without values write {key}: [[]]." if is_list(section, key) else ".")
+            )
+        elif isinstance(value, Mapping):
+            choices = list(expand(value, where, name))
+        elif isinstance(value, list) and (not is_list(section, key) or all(isinstance(v, list) for v in value)):
+            choices = value
         else:
-            axes.append([(key, value)])
+            choices = [value]
+        axes.append([(key, choice) for choice in choices])
     for combination in itertools.product(*axes):
         yield dict(combination)
+
+
+def is_list(section: str, key: str) -> bool:
+    """Whether a list is one value of this setting, such as milestones, and not several to be tried."""
+    kind: Any = RunConfig
+    if section:
+        kind = find_method(section) if section in METHODS else find_addon(section) if section in ADDONS else None
+        kind = getattr(kind, "Options", None)
+    return kind is not None and key in kind.model_fields and _holds_a_list(kind.model_fields[key].annotation)
+
+
+def _holds_a_list(annotation: Any) -> bool:
+    return get_origin(annotation) in (list, tuple) or any(map(_holds_a_list, get_args(annotation)))
 
 
 def default_at_once(device: torch.device, configs: Sequence[RunConfig]) -> int:
