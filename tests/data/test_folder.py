@@ -100,6 +100,21 @@ def test_short_side_is_resized_and_the_centre_kept(tmp_path):
     assert np.abs(small.astype(int) - 127).max() < 8
 
 
+def test_a_line_of_pixels_is_brought_to_its_square(monkeypatch):
+    line = np.zeros((1, 60_000, 3), np.uint8)
+    line[:, 29_999:30_001] = 200
+    sizes = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda image, size, how: (sizes.append(size), resize(image, size, how))[1]
+    )
+    for pixels in (line, line.transpose(1, 0, 2)):
+        square = folder.square(Image.fromarray(pixels), 64)
+        assert square.shape == (64, 64, 3)
+        assert square[32, 32].min() >= 200  # its middle
+    assert max(max(size) for size in sizes) <= 17 * 64
+
+
 def test_exif_orientation_is_obeyed(tmp_path):
     pixels = np.zeros((8, 8, 3), np.uint8)
     pixels[:4] = 255  # the stored picture is white above

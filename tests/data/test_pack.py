@@ -65,6 +65,34 @@ def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
     assert (apart > 0).mean() < 0.01
 
 
+@pytest.mark.parametrize("upright", [False, True])
+def test_a_line_of_pixels_is_brought_to_its_square(upright, monkeypatch):
+    """Resized whole, it would be 16 million pixels wide."""
+    pixels = torch.zeros(1, 60_000, 3, dtype=torch.uint8)
+    pixels[:, 29_999:30_001] = 200
+    sizes = []
+    resize = packing.F.interpolate
+    monkeypatch.setattr(packing.F, "interpolate", lambda x, size, **o: (sizes.append(size), resize(x, size, **o))[1])
+    square = fitted(pixels.transpose(0, 1) if upright else pixels, 256)
+    assert max(sizes[0]) == 16 * 256
+    assert square.shape == (3, 256, 256)
+    assert square[:, 128, 128].tolist() == [200] * 3  # its middle
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("not enough memory")])
+def test_an_image_that_cannot_be_resized_is_named_as_unreadable(root, tmp_path, monkeypatch, error):
+    def refuse(pixels, side):
+        if pixels.shape[0] == 99:
+            raise error
+        return fitted(pixels, side)
+
+    monkeypatch.setattr(packing, "fitted", refuse)
+    save(photo(0, 20, 99), root / "train" / "n00000001" / "strange.png")
+    with pytest.raises(DataError, match=r"1 image.*\n.*strange.png .*memory"):
+        make_store(root, tmp_path / "store")
+    assert make_store(root, tmp_path / "store", unreadable="leave-out").about["left_out"] == 1
+
+
 def test_rows_are_the_files_in_their_order(root, tmp_path):
     store = make_store(root, tmp_path / "store", 16, shard_bytes=7 * 3 * 16 * 16)
     listing = list_images(root).listing

@@ -193,9 +193,7 @@ def test_tiny_imagenet_is_read_packed_or_as_files(tmp_path):
     assert (files.side, files.pad) == (packed.side, packed.pad) == (None, 8)
     assert (files.about["side"], files.about["seen"]) == (packed.about["side"], packed.about["seen"]) == (64, 64)
     large = pack(layout, tmp_path / "large", 128, workers=1).root
-    with pytest.raises(
-        DataError, match=r"side of 128; .* 64: incvec data pack .*--size 64 --classes tiny"
-    ):
+    with pytest.raises(DataError, match=r"side of 128; .* 64: incvec data pack .*--size 64 --classes tiny"):
         load_dataset("tiny-imagenet-100", large)
     asked = load_dataset("tiny-imagenet-100", large, size=112)
     assert (asked.image_shape, asked.about["side"], asked.about["seen"]) == ((3, 112, 112), 128, 112)

@@ -31,6 +31,7 @@ T = TypeVar("T")
 EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 SIZE = 64
 TEST_EVERY = 5
+LONGEST = 16  # of an image's short side: what its long one may have before the ends are cut off, unseen in any case
 TEST_FOLDERS = ("test", "val")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -145,6 +146,10 @@ def square(image: Image.Image, size: int) -> NDArray[np.uint8]:
     """Short side to `size`, then the centre square, as [size, size, 3]."""
     width, height = image.size
     short = min(width, height)
+    if max(width, height) > LONGEST * short:
+        left, top = ((max(0, side - LONGEST * short) // 2) for side in (width, height))
+        image = image.crop((left, top, width - left, height - top))
+        width, height = image.size
     if short != size:
         width, height = (max(size, round(side * size / short)) for side in (width, height))
         image = image.resize((width, height), Image.Resampling.BICUBIC)

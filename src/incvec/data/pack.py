@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data.decode import read_pixels
+from incvec.data.folder import LONGEST
 from incvec.data.layouts import Layout
 from incvec.data.packed import (
     FORMAT,
@@ -60,10 +61,13 @@ def fitted(pixels: Tensor, side: int) -> Bytes:
     """Resize(side) and CenterCrop(side) of uint8 [H, W, 3] as torchvision does them with tensors, bit for bit.
 
     Gives [3, side, side]. With Pillow's images torchvision is slower and, in a few pixels of a thousand, one level of
-    255 apart.
+    255 apart. Of very long images the middle alone is resized, since a line of pixels may else become gigabytes.
     """
+    short = min(pixels.shape[:2])
+    for axis in (0, 1):
+        if (spare := pixels.shape[axis] - LONGEST * short) > 0:
+            pixels = pixels.narrow(axis, spare // 2, LONGEST * short)
     height, width = pixels.shape[:2]
-    short = min(width, height)
     seen = pixels[None].permute(0, 3, 1, 2)  # batch first: only so does torch see the pixels' layout, and keeps it
     if short != side:
         long = int(side * max(width, height) / short)
@@ -87,9 +91,12 @@ def make_chunk(root: str, chunk: Chunk) -> Done:
                 for i, file in enumerate(files):
                     try:
                         rows[i] = fitted(read_pixels(Path(file)), chunk.side)
-                    except DataError as error:
+                    except (DataError, MemoryError, RuntimeError) as error:
                         rows[i] = 0
-                        bad.append((first + i, str(error)))
+                        told = isinstance(error, DataError)
+                        bad.append(
+                            (first + i, str(error) if told else f"{file} cannot be brought to its side: {error}")
+                        )
                 content = rows[: len(files)].data.cast("B")
                 total = checksum(content, total)
                 written = 0
