@@ -233,6 +233,27 @@ def test_mended_images_are_taken(damaged, tmp_path):
     assert contents(tmp_path / "store") == contents(make_store(damaged, tmp_path / "fresh").root)
 
 
+def test_removed_images_cost_what_comes_after_them(damaged, tmp_path):
+    """As the message advises: those that cannot be read are removed, and the same command goes on."""
+    store = tmp_path / "store"
+    with pytest.raises(DataError, match="3 image"):
+        make_store(damaged, store, shard_bytes=6 * 3 * 16 * 16)
+    for name in ("001x.jpg", "003x.jpg", "9.jpg"):
+        next(damaged.rglob(name)).unlink()
+    seen = []
+    make_store(damaged, store, shard_bytes=6 * 3 * 16 * 16, progress=lambda done, total: seen.append(done))
+    assert seen[0] == 6 + 6  # training images before the first of them, all test images but the last
+    whole = make_store(damaged, tmp_path / "whole", shard_bytes=6 * 3 * 16 * 16)
+    assert contents(store) == contents(whole.root)
+
+
+def test_an_image_replaced_meanwhile_is_packed_again(root, tmp_path):
+    kill_after(root, tmp_path / "store", 12)
+    save(photo(77, 20, 20), root / "train" / "n00000000" / "000.png")
+    make_store(root, tmp_path / "store", chunk_rows=2)
+    assert contents(tmp_path / "store") == contents(make_store(root, tmp_path / "whole", chunk_rows=2).root)
+
+
 def test_a_class_without_a_readable_image_is_refused(root, tmp_path):
     for file in (root / "val" / "n00000001").iterdir():
         file.write_bytes(b"no")
@@ -297,8 +318,13 @@ def test_a_finished_store_is_left_alone(root, tmp_path):
 
 def test_another_packing_is_not_gone_on_with(root, tmp_path):
     kill_after(root, tmp_path / "store", 4)
-    with pytest.raises(DataError, match="broken-off packing of other images"):
+    with pytest.raises(DataError, match=r"broken-off packing with other settings \(side 16, now 8.*another place"):
         make_store(root, tmp_path / "store", 8, chunk_rows=2)
+    other = make_root(tmp_path / "other", train=4)
+    before = contents(tmp_path / "store")
+    with pytest.raises(DataError, match="broken-off packing of other images"):
+        make_store(other, tmp_path / "store", chunk_rows=2)
+    assert contents(tmp_path / "store") == before
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("dear to me")
     with pytest.raises(DataError, match=r"not empty \(thesis.tex\)"):
@@ -341,6 +367,7 @@ def test_too_little_space_is_told_before_anything_is_decoded(root, tmp_path, mon
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(DataError, match="GB free"):
         make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("too late"))
+    assert contents(tmp_path / "store") == {}  # so that a smaller --size can have the place
 
 
 def test_a_chunk_reports_where_it_cannot_write(tmp_path):

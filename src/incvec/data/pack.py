@@ -2,8 +2,8 @@
 
 Images lie at fixed places in the shards, so that processes write without knowing of one another. The unit of work is
 a chunk of rows; a journal has a line, with a checksum of its bytes, for every chunk that was written. Packing that
-was broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those is
-made again. `store.json` is written last, once all files are on the disk.
+was broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those, or
+whose files are others by now, is made again. `store.json` is written last, once all files are on the disk.
 
 Images are turned as their EXIF says, made RGB, and brought to the side as torchvision's Resize and CenterCrop do.
 """
@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
@@ -182,42 +182,59 @@ def _finished(plan: Plan) -> Store:
 
 def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
     """What earlier packing left that is whole; shards of their full size, where there are none yet."""
-    key, done = journal.read()
-    if key is None:
+    settings, told = journal.read()
+    if settings is None:
         strangers = [entry.name for entry in plan.root.iterdir() if entry.name not in (".lock", JOURNAL)]
         if strangers:
             raise DataError(f"{plan.root} is not empty ({strangers[0]}): expected a new folder, or a broken-off store")
-        journal.write({"key": plan.key})
-    elif key != plan.key:
+    elif settings != plan.settings:
         raise DataError(
-            f"{plan.root} holds a broken-off packing of other images or settings. Choose another place, or remove it."
+            f"{plan.root} holds a broken-off packing with other settings ({_changes(settings, plan.settings)}). "
+            "Choose another place, or remove it."
         )
     chunks = plan.work
+    found = {n: Done(n, *told[key]) for n, key in enumerate(plan.chunk_keys) if key in told}
+    if told and not found:  # one of another data set is not written over
+        raise DataError(
+            f"{plan.root} holds a broken-off packing of other images, or of images that were changed since: nothing of "
+            "it can be used. Choose another place, or remove it."
+        )
     with ThreadPoolExecutor(cores()) as pool:
         right = pool.map(
             lambda chunk: (
-                chunk.number in done
-                and not done[chunk.number].bad  # its files may have been mended since
+                chunk.number in found
+                and not found[chunk.number].bad  # its files may have been mended since
                 and chunk_sum(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
-                == done[chunk.number].sum
+                == found[chunk.number].sum
             ),
             chunks,
         )
-        whole = {chunk.number: done[chunk.number] for chunk, kept in zip(chunks, right, strict=True) if kept}
-    for part in PARTS:
-        for shard, rows in plan.shards(part):
-            try:
-                with open(plan.root / shard, "ab") as file:
-                    file.truncate(rows * plan.row_bytes)  # full length, no blocks yet
-            except OSError as error:
-                raise DataError(unwritten(plan.root / shard, error)) from error
-    _check_space(plan)
+        whole = {chunk.number: found[chunk.number] for chunk, kept in zip(chunks, right, strict=True) if kept}
+    shards = dict(shard for part in PARTS for shard in plan.shards(part))
+    _check_space(plan, shards)
+    if settings is None:
+        journal.write({"settings": plan.settings})
+    for old in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
+        if old.name not in shards:  # there were more images
+            old.unlink()
+    for shard, rows in shards.items():
+        try:
+            with open(plan.root / shard, "ab") as file:
+                file.truncate(rows * plan.row_bytes)  # full length, no blocks yet
+        except OSError as error:
+            raise DataError(unwritten(plan.root / shard, error)) from error
     return whole
 
 
-def _check_space(plan: Plan) -> None:
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in names)
+
+
+def _check_space(plan: Plan, shards: Iterable[str]) -> None:
     total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
-    needed = total - sum(file.stat().st_blocks * 512 for file in plan.root.glob("*.bin"))
+    files = [plan.root / shard for shard in shards]
+    needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
     free = shutil.disk_usage(plan.root).free
     if needed > free:
         raise DataError(
@@ -237,7 +254,7 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     sync: Future[None] | None = None
     with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
         for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
-            journal.write({"chunk": made.number, "sum": made.sum, "bad": made.bad})
+            journal.write({"chunk": plan.chunk_keys[made.number], "sum": made.sum, "bad": made.bad})
             done[made.number] = made
             count += len(chunk.files)
             if sync is None or sync.done():
