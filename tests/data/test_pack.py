@@ -312,8 +312,30 @@ def test_a_finished_store_is_left_alone(root, tmp_path):
     before = (tmp_path / "store" / "store.json").stat().st_mtime_ns
     make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("nothing is left to do"))
     assert (tmp_path / "store" / "store.json").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match="other images or settings"):
+    with pytest.raises(DataError, match=r"other images or settings \(side 16, now 8\)"):
         make_store(root, tmp_path / "store", 8)
+    (root / "train" / "n00000000" / "000.png").rename(root / "train" / "n00000000" / "000x.png")
+    with pytest.raises(DataError, match=r"other images or settings \(other files\)"):
+        make_store(root, tmp_path / "store")
+
+
+@pytest.mark.parametrize("side", [20, 30])
+def test_a_store_of_images_replaced_since_is_stale(root, tmp_path, side):
+    file = save(photo(1, 20, 20), root / "train" / "n00000000" / "000.png")
+    make_store(root, tmp_path / "store")
+    found = file.stat()
+    save(photo(2, side, side), file)
+    if side == 30:  # its size tells
+        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(DataError, match=r"replaced since\. Remove it and run the same"):
+        make_store(root, tmp_path / "store")
+
+
+def test_a_finished_store_without_some_images_is_no_answer_to_refuse(damaged, tmp_path):
+    make_store(damaged, tmp_path / "store", unreadable="leave-out")
+    make_store(damaged, tmp_path / "store", unreadable="leave-out")
+    with pytest.raises(DataError, match=r"without 3 unreadable image.*left-out.txt.*--unreadable leave-out"):
+        make_store(damaged, tmp_path / "store")
 
 
 def test_another_packing_is_not_gone_on_with(root, tmp_path):

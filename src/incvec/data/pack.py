@@ -158,7 +158,7 @@ def pack(
         raise DataError(f"{path} cannot be made a folder: {error.strerror}") from error
     with _locked(path):
         if (path / STORE).is_file():
-            return _finished(plan)
+            return _finished(plan, unreadable)
         journal = Journal(path / JOURNAL)
         done = _begin(plan, journal)
         _work(plan, journal, done, workers or cores(), progress)
@@ -170,12 +170,27 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _finished(plan: Plan) -> Store:
+def _finished(plan: Plan, unreadable: str) -> Store:
+    """The store that is there, where it is what this packing would make."""
     store = open_store(plan.root)
-    if store.about.get("key") != plan.key:
+    about = store.about
+    if about.get("key") != plan.key:
+        before = {"side": store.side, "classes": len(store.classes), **about.get("versions", {})}
+        now = {"side": plan.side, "classes": len(plan.layout.listing.classes), **VERSIONS}
         raise DataError(
-            f"{plan.root} holds a store of other images or settings ({len(store.classes)} classes, side {store.side}). "
+            f"{plan.root} holds a store of other images or settings ({_changes(before, now) or 'other files'}). "
             "Choose another place, or remove it first."
+        )
+    if about.get("sources", plan.sources) != plan.sources:  # stores made before have none
+        raise DataError(
+            f"{plan.root} was packed from files of the same names but of other sizes or times: images were replaced "
+            "since. Remove it and run the same command again; where only the times changed, use it as it is."
+        )
+    if about["left_out"] and unreadable == "refuse":
+        raise DataError(
+            f"{plan.root} was packed without {about['left_out']} unreadable image(s), listed in "
+            f"{plan.root / 'left-out.txt'}. To keep it so, say --unreadable leave-out; else replace them, remove the "
+            "store and run the same command again."
         )
     return store
 
@@ -293,7 +308,8 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         shown = "\n".join(f"  {message}" for message in bad[:10])
         raise DataError(
             f"{len(bad)} image(s) cannot be read (all are listed in {plan.root / 'unreadable.txt'}):\n{shown}\n"
-            "Replace them, or leave them out with --unreadable leave-out; then run the same command again."
+            "Leave them out with --unreadable leave-out, or replace or remove them; then run the same command again. "
+            "After a removed image, all that follow are packed anew."
         )
     parts: dict[str, dict[str, Any]] = {}
     number = 0
@@ -317,6 +333,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
             "shards": plan.shards(part), "chunk": plan.chunk_rows, "sums": sums,
             "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
         }  # fmt: skip
+    (plan.root / "left-out.txt").unlink(missing_ok=True)
     if bad:
         _write(plan.root / "left-out.txt", "\n".join(bad) + "\n")
     for part in PARTS:
@@ -332,6 +349,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         "about": {
             "layout": layout.name, "rule": layout.listing.rule, "class_list": layout.class_list,
             "left_out": len(bad), "versions": VERSIONS, "key": plan.key,
+            "sources": plan.sources,
         },
         "parts": parts,
     }  # fmt: skip
