@@ -71,6 +71,7 @@ def test_one_folder_is_split_by_the_stated_rule(flat_root):
 
 def test_a_class_called_train_is_a_class(flat_root):
     (flat_root / "ant").rename(flat_root / "train")
+    paint(flat_root / "train" / ".ipynb_checkpoints" / "0.png")
     assert datasets.load_dataset("folder", flat_root, size=8).class_names == ("bee", "train")
 
 
@@ -78,6 +79,8 @@ def test_nested_images_count_and_other_files_do_not(split_root):
     paint(split_root / "train" / "ant" / "images" / "deep.JPEG")
     (split_root / "train" / "ant" / "boxes.txt").write_text("1 2 3")
     (split_root / "train" / "ant" / ".DS_Store").write_text("x")
+    paint(split_root / "train" / "ant" / ".ipynb_checkpoints" / "0-checkpoint.png")
+    paint(split_root / "train" / "ant" / "images" / ".thumbnails" / "below" / "0.png")
     assert len(datasets.load_dataset("folder", split_root, size=8).train_images) == 7
     report = datasets.check(split_root)
     assert any(line.startswith("1 other file") for line in report)

@@ -354,6 +354,10 @@ def test_another_packing_is_not_gone_on_with(root, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be made a folder"):
         make_store(root, tmp_path / "file")
+    for inside in (root, root / "packed", root / "train" / ".." / "deep" / "packed"):
+        with pytest.raises(ConfigError, match="lies in the folder of the images"):
+            make_store(root, inside)
+    assert sorted(entry.name for entry in root.iterdir()) == ["train", "val"]
     with pytest.raises(ConfigError, match="side is 0"):
         make_store(root, tmp_path / "zero", 0)
 

@@ -80,7 +80,7 @@ def _is_split(root: Path) -> bool:
     """Whether train/ is one half of the data rather than a class of that name."""
     train = root / "train"
     beside = any((root / name).is_dir() for name in TEST_FOLDERS)
-    return train.is_dir() and (beside or any(entry.is_dir() for entry in train.iterdir()))
+    return train.is_dir() and (beside or any(entry.is_dir() and entry.name[0] != "." for entry in train.iterdir()))
 
 
 def _list_split(root: Path, test_folder: str | None) -> Listing:
@@ -114,12 +114,11 @@ def class_files(folder: Path, only: Collection[str] | None = None) -> tuple[dict
     files: dict[str, list[Path]] = {}
     ignored = 0
     for name in names:
-        everything = sorted(
-            Path(place, file)
-            for place, _, members in os.walk(folder / name)
-            for file in members
-            if not file.startswith(".")
-        )
+        everything = []
+        for place, folders, members in os.walk(folder / name):
+            folders[:] = [below for below in folders if below[0] != "."]  # not walked: notebooks leave copies in such
+            everything += [Path(place, file) for file in members if file[0] != "."]
+        everything.sort()
         files[name] = [file for file in everything if file.suffix.lower() in EXTENSIONS]
         ignored += len(everything) - len(files[name])
         if not files[name]:

@@ -16,14 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from incvec.data.class_lists import ClassList
+from incvec.data.class_lists import WNID, ClassList
 from incvec.data.folder import EXTENSIONS, TEST_EVERY, Listing, class_files, list_files
 from incvec.errors import ConfigError, DataError, nearest
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
 DEVKIT = "ILSVRC2012_validation_ground_truth.txt"
 GROUND_TRUTHS = ("LOC_val_solution.csv", "val.txt", "val_annotations.txt", DEVKIT)
-WNID = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True)

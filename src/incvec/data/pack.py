@@ -150,6 +150,8 @@ def pack(
     if side < 1:
         raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
     path, row = Path(root).expanduser(), 3 * side * side
+    if path.resolve().is_relative_to(layout.listing.root.resolve()):
+        raise ConfigError(f"{path} lies in the folder of the images, where it may be taken for a class: choose another")
     shard_rows = max(1, shard_bytes // row)
     plan = Plan(path, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
     try:
