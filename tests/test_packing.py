@@ -51,7 +51,7 @@ def test_unreadable_images(tmp_path: Path) -> None:
 def test_a_missing_source_is_one_message(tmp_path: Path) -> None:
     result = incvec_("data", "pack", tmp_path / "nowhere", tmp_path / "store")
     assert result.exit_code == 1
-    assert "is not a folder" in " ".join(result.stderr.split())
+    assert "does not exist" in " ".join(result.stderr.split())
 
 
 METHODS = ("podnet", "mrfa", "pass", "fcs", "ssre", "lucir", "icarl")

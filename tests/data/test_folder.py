@@ -189,7 +189,7 @@ def test_halves_without_class_folders_are_refused(tmp_path):
 
 
 def test_roots_that_hold_nothing_are_refused(tmp_path):
-    refused(tmp_path / "nowhere", "not a folder")
+    refused(tmp_path / "nowhere", "does not exist")
     refused(tmp_path, str(tmp_path))
     with pytest.raises(DataError, match="data root"):
         datasets.load_dataset("folder")

@@ -150,7 +150,7 @@ def test_a_list_chooses_and_an_empty_class_outside_it_does_no_harm(root):
 def test_refused_roots_and_names(root, tmp_path):
     with pytest.raises(DataError, match="needs a data root"):
         list_images(None)
-    with pytest.raises(DataError, match="not a folder"):
+    with pytest.raises(DataError, match="nowhere does not exist"):
         list_images(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="Did you mean 'imagenet'"):
         list_images(root, "imagnet")

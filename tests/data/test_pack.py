@@ -352,8 +352,11 @@ def test_another_packing_is_not_gone_on_with(root, tmp_path):
     with pytest.raises(DataError, match=r"not empty \(thesis.tex\)"):
         make_store(root, tmp_path / "full")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be made a folder"):
+    with pytest.raises(DataError, match=r"cannot be made a folder.*Choose a place"):
         make_store(root, tmp_path / "file")
+    (tmp_path / "read-only" / ".lock").mkdir(parents=True)  # whoever tests may be allowed everything
+    with pytest.raises(DataError, match=r"cannot be written to: .*\. Choose a place to write to"):
+        make_store(root, tmp_path / "read-only")
     for inside in (root, root / "packed", root / "train" / ".." / "deep" / "packed"):
         with pytest.raises(ConfigError, match="lies in the folder of the images"):
             make_store(root, inside)

@@ -53,7 +53,7 @@ def list_files(root: str | Path | None, test_every: int = TEST_EVERY, test_folde
         raise DataError("a folder data set needs a data root: a folder of class folders")
     path = Path(root).expanduser()
     if not path.is_dir():
-        raise DataError(f"{path} is not a folder; expected train/ and test/ (or val/), or one folder a class")
+        raise DataError(f"{no_folder(path)}; expected train/ and test/ (or val/), or one folder a class")
     if test_every < 2:
         raise ConfigError(f"test_every is {test_every}: expected 2 or more, so that training images are left")
     if _is_split(path):
@@ -74,6 +74,11 @@ def list_files(root: str | Path | None, test_every: int = TEST_EVERY, test_folde
             (test if position % test_every == 0 else train).append((file, label))
     rule = f"every {test_every}th file of a class, in sorted order, is a test image"
     return Listing(path, tuple(files), tuple(train), tuple(test), ignored, rule)
+
+
+def no_folder(path: Path) -> str:
+    """What is wrong with a path where a folder was expected."""
+    return f"{path} is not a folder" if path.exists() else f"{path} does not exist"
 
 
 def _is_split(root: Path) -> bool:

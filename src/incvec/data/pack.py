@@ -125,7 +125,10 @@ def _watch_parent() -> None:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise DataError(f"{root} cannot be written to: {error.strerror}. Choose a place to write to.") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +160,9 @@ def pack(
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{path} cannot be made a folder: {error.strerror}") from error
+        raise DataError(
+            f"{path} cannot be made a folder: {error.strerror}. Choose a place you may write to."
+        ) from error
     with _locked(path):
         if (path / STORE).is_file():
             return _finished(plan, unreadable)

@@ -62,6 +62,11 @@ def load(
             if image_size not in (None, NAMED[name].size):
                 raise ConfigError(f"image_size is {image_size}: Tiny-ImageNet's images are 64 x 64")
             return _decoded(name, path, chosen)
+        if not path.exists():
+            raise DataError(
+                f"{path} does not exist. Expected a packed store as the data root; make one of the images, once: "
+                f"{_command(name, wanted, 'IMAGES')}"
+            )
         command = _command(name, wanted, str(path))
         raise DataError(
             f"{path} is not a packed store. Make one of the images, once: {command}; then give STORE as the data root."
