@@ -223,14 +223,17 @@ def test_unreadable_images_are_left_out_on_request(damaged, tmp_path):
     assert not (tmp_path / "store" / "unreadable.txt").exists()
 
 
-def test_mended_images_are_taken(damaged, tmp_path):
+@pytest.mark.parametrize("chunk_rows", [4, 256])
+def test_mended_images_are_taken(damaged, tmp_path, chunk_rows):
+    """Also where there is one in every chunk, so that nothing is left of what was packed."""
     with pytest.raises(DataError):
-        make_store(damaged, tmp_path / "store")
+        make_store(damaged, tmp_path / "store", chunk_rows=chunk_rows)
     for number, name in enumerate(("001x.jpg", "003x.jpg", "9.jpg")):
         save(photo(number, 30, 30), next(damaged.rglob(name)))
-    store = make_store(damaged, tmp_path / "store")
+    store = make_store(damaged, tmp_path / "store", chunk_rows=chunk_rows)
     assert store.about["left_out"] == 0
-    assert contents(tmp_path / "store") == contents(make_store(damaged, tmp_path / "fresh").root)
+    fresh = make_store(damaged, tmp_path / "fresh", chunk_rows=chunk_rows)
+    assert contents(tmp_path / "store") == contents(fresh.root)
 
 
 def test_removed_images_cost_what_comes_after_them(damaged, tmp_path):
@@ -342,7 +345,7 @@ def test_another_packing_is_not_gone_on_with(root, tmp_path):
     kill_after(root, tmp_path / "store", 4)
     with pytest.raises(DataError, match=r"broken-off packing with other settings \(side 16, now 8.*another place"):
         make_store(root, tmp_path / "store", 8, chunk_rows=2)
-    other = make_root(tmp_path / "other", train=4)
+    other = make_root(tmp_path / "other", classes=4)
     before = contents(tmp_path / "store")
     with pytest.raises(DataError, match="broken-off packing of other images"):
         make_store(other, tmp_path / "store", chunk_rows=2)

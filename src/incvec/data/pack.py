@@ -204,7 +204,7 @@ def _finished(plan: Plan, unreadable: str) -> Store:
 
 def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
     """What earlier packing left that is whole; shards of their full size, where there are none yet."""
-    settings, told = journal.read()
+    settings, classes, told = journal.read()
     if settings is None:
         strangers = [entry.name for entry in plan.root.iterdir() if entry.name not in (".lock", JOURNAL)]
         if strangers:
@@ -216,10 +216,10 @@ def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
         )
     chunks = plan.work
     found = {n: Done(n, *told[key]) for n, key in enumerate(plan.chunk_keys) if key in told}
-    if told and not found:  # one of another data set is not written over
+    if settings is not None and not found and classes != plan.classes:  # another data set's is not written over
         raise DataError(
-            f"{plan.root} holds a broken-off packing of other images, or of images that were changed since: nothing of "
-            "it can be used. Choose another place, or remove it."
+            f"{plan.root} holds a broken-off packing of other images, with other classes. Choose another place, or "
+            "remove it."
         )
     with ThreadPoolExecutor(cores()) as pool:
         right = pool.map(
@@ -235,7 +235,7 @@ def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
     shards = dict(shard for part in PARTS for shard in plan.shards(part))
     _check_space(plan, shards)
     if settings is None:
-        journal.write({"settings": plan.settings})
+        journal.write({"settings": plan.settings, "classes": plan.classes})
     for old in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
         if old.name not in shards:  # there were more images
             old.unlink()

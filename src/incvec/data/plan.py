@@ -98,6 +98,11 @@ class Plan:
         sizes = {"side": self.side, "rows a shard": self.shard_rows, "rows a chunk": self.chunk_rows}
         return {"format": FORMAT, **sizes, **VERSIONS}
 
+    @property
+    def classes(self) -> str:
+        """The same for the same classes: what tells another data set from this one with some images changed."""
+        return digest(json.dumps(self.layout.listing.classes).encode())
+
     @cached_property
     def chunk_keys(self) -> tuple[str, ...]:
         """For every chunk what its bytes hang on beside that: its place, and its files' names, sizes and times."""
@@ -146,26 +151,27 @@ def unwritten(path: Path, error: OSError) -> str:
 
 
 class Journal:
-    """Lines of JSON: the plan's settings, then a line a chunk. A line that a kill tore is left out."""
+    """Lines of JSON: the plan's settings and classes, then a line a chunk. A line that a kill tore is left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> tuple[dict[str, Any] | None, dict[str, tuple[str, list[tuple[int, str]]]]]:
-        """The settings, none where there are none yet; by chunk key, the checksum and what could not be read."""
+    def read(self) -> tuple[dict[str, Any] | None, str, dict[str, tuple[str, list[tuple[int, str]]]]]:
+        """Settings (none: nothing was begun) and classes; by chunk key, the checksum and what could not be read."""
+        settings: dict[str, Any] | None = None
+        classes, done = "", dict[str, tuple[str, list[tuple[int, str]]]]()
         if not self.path.exists():
-            return None, {}
-        settings, done = None, {}
+            return settings, classes, done
         for line in self.path.read_text(errors="replace").splitlines():
             try:
                 row = json.loads(line)
                 if "settings" in row:
-                    settings = dict(row["settings"])
+                    settings, classes = dict(row["settings"]), str(row["classes"])
                 else:
                     done[str(row["chunk"])] = str(row["sum"]), [(int(i), str(m)) for i, m in row["bad"]]
             except (ValueError, KeyError, TypeError):
                 continue
-        return settings, done
+        return settings, classes, done
 
     def write(self, row: dict[str, Any]) -> None:
         # The line before may have been torn, so this one begins a line of its own.
