@@ -1,8 +1,8 @@
-"""What ImageNet costs: disk, memory and hours, from the rates of results/benchmarks/scale.json.
+"""What ImageNet costs: packing, disk, memory and hours, from packing.json and scale.json in results/benchmarks.
 
-    python benchmarks/imagenet_cost.py [--rates results/benchmarks/scale.json] [--write docs/scale.md]
+    python benchmarks/imagenet_cost.py [--rates FILE] [--packing FILE] [--write docs/scale.md]
 
-Prints the tables, or puts them between the marks in the document. Images trained by a run:
+Prints what was measured, or puts it between the marks in the document. Images trained by a run:
 
     base epochs x images of the base classes + sum over increments of epochs x (images of the task + exemplars)
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from incvec.presets import resolve
 
 EFFICIENCY = 0.9
 MARKS = ("<!-- costs: made by benchmarks/imagenet_cost.py -->", "<!-- end of costs -->")
+PACKING_MARKS = ("<!-- packing: made by benchmarks/imagenet_cost.py -->", "<!-- end of packing -->")
+UNMEASURED = "No rate has been measured yet: hours are passes / (3600 x images/s of the plain network)."
 FOLDER = Path(__file__).parent.parent
 
 
@@ -95,27 +98,60 @@ def tables(rates: dict[int, float]) -> list[str]:
             lines.append(f"| {name} | {method} | {total / 1e6:.0f} M | {texts[0]} | {texts[1]} |")
     told = ", ".join(f"{rate:,.0f} images/s at {side} pixels" for side, rate in sorted(rates.items()))
     lines += ["", f"Rates: {told}; 8 GPUs at {EFFICIENCY:.0%} of eight times one, which is assumed." if told else
-              "No rate has been measured yet: hours are passes / (3600 x images/s of the plain network)."]  # fmt: skip
+              UNMEASURED]  # fmt: skip
     return lines
 
 
-def written(document: str, rates: dict[int, float]) -> str:
-    """The document with the tables between its marks."""
-    before, rest = document.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    return "\n".join([before + MARKS[0], "", *tables(rates), "", MARKS[1] + after])
+def packing(content: dict[str, Any]) -> list[str]:
+    """How fast packing is, in two sentences from what benchmarks/packing.py wrote."""
+    pillow, own = "decode, pillow", "decode, as packing does"
+    lines = [
+        f"Measured with {content['workers']} processes on {content['cores']} cores, with a load of "
+        f"{content['load_at_start']:.1f} at the start",
+        f"([packing.json](../results/benchmarks/packing.json)): {content['images_per_second']['pack']:.0f} images/s,",
+        f"{content['pack_over_decode'][pillow]:.0%} of the rate of Pillow's decoding alone.",
+    ]
+    if "cpu_ms_an_image" in content:  # measured last
+        spent, share = content["cpu_ms_an_image"], content["pack_over_decode_by_cpu_time"][pillow]
+        size = content["bytes_an_image"] / 1000
+        lines += [
+            f"By CPU time it is {share:.0%}: {spent['pack']:.2f} ms an image of {size:.0f} KB,",
+            f"of which {spent[own]:.2f} are decoding.",
+        ]
+    return lines
 
 
-def main() -> None:
+def between(document: str, marks: tuple[str, str], lines: Sequence[str]) -> str:
+    before, rest = document.split(marks[0])
+    _, after = rest.split(marks[1])
+    return "\n".join([before + marks[0], "", *lines, "", marks[1] + after])
+
+
+def written(document: str, rates: dict[int, float], measured: dict[str, Any]) -> str:
+    """The document with the tables, and with how fast packing is, between their marks."""
+    return between(between(document, PACKING_MARKS, packing(measured)), MARKS, tables(rates))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    results = FOLDER / "results" / "benchmarks"
     parser = argparse.ArgumentParser(description="What ImageNet costs.")
-    parser.add_argument("--rates", type=Path, default=FOLDER / "results" / "benchmarks" / "scale.json")
+    parser.add_argument("--rates", type=Path, default=results / "scale.json", help="as benchmarks/scale.py wrote it")
+    parser.add_argument("--packing", type=Path, default=results / "packing.json", help="of benchmarks/packing.py")
     parser.add_argument("--write", type=Path, help="a document with the marks")
-    given = parser.parse_args()
-    rates = read_rates(given.rates)
+    given = parser.parse_args(arguments)
+    if not given.packing.is_file():
+        parser.error(f"{given.packing} is missing: benchmarks/packing.py --out writes it")
+    rates, measured = read_rates(given.rates), json.loads(given.packing.read_text())
     if given.write is None:
-        print("\n".join(tables(rates)))
-    else:
-        given.write.write_text(written(given.write.read_text(), rates))
+        print("\n".join([*packing(measured), "", *tables(rates)]))
+        return
+    document = given.write.read_text()
+    if not rates and UNMEASURED not in document:
+        parser.error(
+            f"{given.rates} has no rates, and {given.write} has hours that would be lost: have benchmarks/scale.py "
+            "measure them (--json), or name its file with --rates"
+        )
+    given.write.write_text(written(document, rates, measured))
 
 
 if __name__ == "__main__":

@@ -96,13 +96,24 @@ def on_one_core(files: Sequence[Path], size: int, place: Path) -> dict[str, floa
     return {name: round(1000 * seconds / counted, 3) for name, seconds in spent.items()}
 
 
-def measure(root: Path, size: int, workers: int, place: Path, rounds: int) -> dict[str, object]:
-    load = os.getloadavg()[0]
+def measure(
+    root: Path, size: int, workers: int, place: Path, rounds: int, keep: Callable[[dict[str, object]], None]
+) -> dict[str, object]:
+    """The numbers; those of the rounds so far are handed to `keep` after each, so that none are lost."""
     layout = list_images(root)
     files = [file for file, _ in (*layout.listing.train, *layout.listing.test)]
     chunk = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (3 * size * size)))
+    result: dict[str, object] = {
+        "images": len(files), "bytes_an_image": round(statistics.mean(file.stat().st_size for file in files)),
+        "size": size, "workers": workers, "cores": os.cpu_count(), "rounds": 0, "versions": VERSIONS,
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
     decode_all(layout, open_image, chunk, workers)  # fills the disk's cache
     rates: dict[str, list[float]] = {name: [] for name in WAYS}
+
+    def ratio(below: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(rates["pack"], rates[below], strict=True)), 3)
+
     for turn in range(rounds):
         store = place / f"store-{turn}"
         works: tuple[Callable[[], object], ...] = (
@@ -115,24 +126,23 @@ def measure(root: Path, size: int, workers: int, place: Path, rounds: int) -> di
             work()
             rates[name].append(len(files) / (time.perf_counter() - began))
         shutil.rmtree(store)
-
-    def ratio(below: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(rates["pack"], rates[below], strict=True)), 3)
-
+        result |= {
+            "rounds": turn + 1,
+            "images_per_second": {name: round(max(values), 1) for name, values in rates.items()},
+            "pack_over_decode": {name: ratio(name) for name in WAYS[:2]},
+        }
+        keep(result)
     torch.set_num_threads(1)
     alone = on_one_core(files[:1056], size, place)
-    return {
-        "images": len(files), "bytes_an_image": round(statistics.mean(file.stat().st_size for file in files)),
-        "size": size, "workers": workers, "cores": os.cpu_count(), "rounds": rounds, "versions": VERSIONS,
-        "load_at_start": round(load, 2),
-        "images_per_second": {name: round(max(values), 1) for name, values in rates.items()},
-        "pack_over_decode": {name: ratio(name) for name in WAYS[:2]},
+    result |= {
         "cpu_ms_an_image": alone,
         "pack_over_decode_by_cpu_time": {name: round(alone[name] / alone["pack"], 3) for name in WAYS[:2]},
-    }  # fmt: skip
+    }
+    keep(result)
+    return result
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Packing beside decoding alone.")
     parser.add_argument("--root", type=Path, help="a folder of images; made up where none is given")
     parser.add_argument("--images", type=int, default=4000, help="how many to make up")
@@ -140,17 +150,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
+
+    def keep(result: dict[str, object]) -> None:
+        if given.out is not None:
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         root = given.root or place / "images"
         if given.root is None:
             root.mkdir()
             make_images(root, given.images)
-        result = measure(root, given.size, given.workers, place, given.rounds)
+        result = measure(root, given.size, given.workers, place, given.rounds, keep)
     print(json.dumps(result, indent=1))
-    if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

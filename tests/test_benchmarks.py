@@ -57,7 +57,52 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
 def test_the_documents_costs_are_current(program: Callable[[str], Any]) -> None:
     cost = program("imagenet_cost")
     document = (FOLDER.parent / "docs" / "scale.md").read_text()
-    rates = cost.read_rates(FOLDER.parent / "results" / "benchmarks" / "scale.json")
-    assert cost.written(document, rates) == document, (
+    results = FOLDER.parent / "results" / "benchmarks"
+    measured = json.loads((results / "packing.json").read_text())
+    assert cost.written(document, cost.read_rates(results / "scale.json"), measured) == document, (
         "stale: run python benchmarks/imagenet_cost.py --write docs/scale.md"
     )
+    other = {**measured, "pack_over_decode": {"decode, pillow": 0.42}}
+    assert "42% of the rate" in cost.written(document, {}, other)
+
+
+def test_hours_are_not_written_over_without_rates(
+    program: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cost = program("imagenet_cost")
+    page, none = tmp_path / "scale.md", str(tmp_path / "none.json")
+    document = (FOLDER.parent / "docs" / "scale.md").read_text()
+    page.write_text(cost.between(document, cost.MARKS, cost.tables({64: 20_000.0})))
+    before = page.read_text()
+    with pytest.raises(SystemExit):
+        cost.main(["--rates", none, "--write", str(page)])
+    assert "none.json has no rates" in capsys.readouterr().err
+    assert page.read_text() == before
+    page.write_text(cost.between(document, cost.MARKS, cost.tables({})))  # nothing measured, nothing lost
+    cost.main(["--rates", none, "--write", str(page)])
+    with pytest.raises(SystemExit):
+        cost.main(["--packing", none, "--write", str(page)])
+    assert "none.json is missing" in capsys.readouterr().err
+
+
+def test_packing_keeps_every_round(
+    program: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packing = program("packing")
+    made: list[Path] = []
+
+    def pack(layout: object, store: Path, size: int, workers: int) -> None:
+        if made:
+            raise OSError("the disk is full")
+        made.append(store)
+        store.mkdir()
+
+    monkeypatch.setattr(packing, "decode_all", lambda *_: None)
+    monkeypatch.setattr(packing, "pack", pack)
+    out = tmp_path / "packing.json"
+    with pytest.raises(OSError, match="full"):
+        packing.main(["--images", "200", "--out", str(out)])
+    content = json.loads(out.read_text())
+    assert content["rounds"] == 1
+    assert content["images_per_second"].keys() == set(packing.WAYS)
+    assert program("imagenet_cost").packing(content)[-1].endswith("decoding alone.")

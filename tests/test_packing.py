@@ -51,7 +51,7 @@ def test_unreadable_images(tmp_path: Path) -> None:
 def test_a_missing_source_is_one_message(tmp_path: Path) -> None:
     result = incvec_("data", "pack", tmp_path / "nowhere", tmp_path / "store")
     assert result.exit_code == 1
-    assert "is not a folder" in " ".join(result.stderr.split())
+    assert "does not exist" in " ".join(result.stderr.split())
 
 
 METHODS = ("podnet", "mrfa", "pass", "fcs", "ssre", "lucir", "icarl")
@@ -77,6 +77,19 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
     assert own["lr"] == (0.1 if exemplars else 1e-3)
     if "ivt" in config.sections:
         assert config.sections["ivt"]["interval"] == 10
+
+
+@pytest.mark.parametrize("method", [*METHODS, "finetune", "replay", "joint"])
+def test_presets_of_ones_own_images(method: str) -> None:
+    """Those of ImageNet for a packed store; of a folder, whose images are 64 x 64, a network for such."""
+    missing = {"podnet": "-podnet", "lucir": "-lucir"}.get(method, "")
+    for dataset, net in (("packed", "resnet18"), ("folder", "resnet18-64")):
+        own = resolve({"method": method, "dataset": dataset}).sections[method]
+        assert (own["net"], own["normalisation"]) == (net + missing, "default")
+        assert own["epochs"] == (100 if method in ("pass", "fcs", "ssre") else 90)
+        if method in METHODS:
+            like = resolve({"method": method, "dataset": "imagenet-subset"}).sections[method]
+            assert own == {**like, "net": own["net"]}
 
 
 def test_sweeps_of_the_large_data_sets() -> None:

@@ -71,6 +71,7 @@ def test_one_folder_is_split_by_the_stated_rule(flat_root):
 
 def test_a_class_called_train_is_a_class(flat_root):
     (flat_root / "ant").rename(flat_root / "train")
+    paint(flat_root / "train" / ".ipynb_checkpoints" / "0.png")
     assert datasets.load_dataset("folder", flat_root, size=8).class_names == ("bee", "train")
 
 
@@ -78,6 +79,8 @@ def test_nested_images_count_and_other_files_do_not(split_root):
     paint(split_root / "train" / "ant" / "images" / "deep.JPEG")
     (split_root / "train" / "ant" / "boxes.txt").write_text("1 2 3")
     (split_root / "train" / "ant" / ".DS_Store").write_text("x")
+    paint(split_root / "train" / "ant" / ".ipynb_checkpoints" / "0-checkpoint.png")
+    paint(split_root / "train" / "ant" / "images" / ".thumbnails" / "below" / "0.png")
     assert len(datasets.load_dataset("folder", split_root, size=8).train_images) == 7
     report = datasets.check(split_root)
     assert any(line.startswith("1 other file") for line in report)
@@ -98,6 +101,21 @@ def test_short_side_is_resized_and_the_centre_kept(tmp_path):
     board = np.indices((64, 64)).sum(0)[:, :, None] % 2 * np.full(3, 255)
     small = folder.square(Image.fromarray(board.astype(np.uint8)), 8)
     assert np.abs(small.astype(int) - 127).max() < 8
+
+
+def test_a_line_of_pixels_is_brought_to_its_square(monkeypatch):
+    line = np.zeros((1, 60_000, 3), np.uint8)
+    line[:, 29_999:30_001] = 200
+    sizes = []
+    resize = Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda image, size, how: (sizes.append(size), resize(image, size, how))[1]
+    )
+    for pixels in (line, line.transpose(1, 0, 2)):
+        square = folder.square(Image.fromarray(pixels), 64)
+        assert square.shape == (64, 64, 3)
+        assert square[32, 32].min() >= 200  # its middle
+    assert max(max(size) for size in sizes) <= 17 * 64
 
 
 def test_exif_orientation_is_obeyed(tmp_path):
@@ -171,7 +189,7 @@ def test_halves_without_class_folders_are_refused(tmp_path):
 
 
 def test_roots_that_hold_nothing_are_refused(tmp_path):
-    refused(tmp_path / "nowhere", "not a folder")
+    refused(tmp_path / "nowhere", "does not exist")
     refused(tmp_path, str(tmp_path))
     with pytest.raises(DataError, match="data root"):
         datasets.load_dataset("folder")

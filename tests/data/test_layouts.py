@@ -150,7 +150,7 @@ def test_a_list_chooses_and_an_empty_class_outside_it_does_no_harm(root):
 def test_refused_roots_and_names(root, tmp_path):
     with pytest.raises(DataError, match="needs a data root"):
         list_images(None)
-    with pytest.raises(DataError, match="not a folder"):
+    with pytest.raises(DataError, match="nowhere does not exist"):
         list_images(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="Did you mean 'imagenet'"):
         list_images(root, "imagnet")
@@ -180,8 +180,10 @@ def test_the_public_lists():
 
 def test_a_list_of_ones_own(tmp_path):
     file = tmp_path / "mine.txt"
-    file.write_text("# birds\nn02 ostrich\n\nn01,cock\n")
-    assert find_class_list(file) == ClassList("mine.txt", str(file), ("n01", "n02"))
+    file.write_text("# birds\nn00000002 ostrich\n\nn00000001,cock\n")
+    assert find_class_list(file) == ClassList("mine.txt", str(file), ("n00000001", "n00000002"))
+    file.write_text("tench, a fish\n  golden retriever \nn01 x\ngolden eagle\n")
+    assert find_class_list(file).classes == ("golden eagle", "golden retriever", "n01 x", "tench, a fish")
     file.write_text("n01\nn02\nn01\n")
     with pytest.raises(DataError, match="n01 more than once"):
         find_class_list(file)

@@ -65,6 +65,34 @@ def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
     assert (apart > 0).mean() < 0.01
 
 
+@pytest.mark.parametrize("upright", [False, True])
+def test_a_line_of_pixels_is_brought_to_its_square(upright, monkeypatch):
+    """Resized whole, it would be 16 million pixels wide."""
+    pixels = torch.zeros(1, 60_000, 3, dtype=torch.uint8)
+    pixels[:, 29_999:30_001] = 200
+    sizes = []
+    resize = packing.F.interpolate
+    monkeypatch.setattr(packing.F, "interpolate", lambda x, size, **o: (sizes.append(size), resize(x, size, **o))[1])
+    square = fitted(pixels.transpose(0, 1) if upright else pixels, 256)
+    assert max(sizes[0]) == 16 * 256
+    assert square.shape == (3, 256, 256)
+    assert square[:, 128, 128].tolist() == [200] * 3  # its middle
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("not enough memory")])
+def test_an_image_that_cannot_be_resized_is_named_as_unreadable(root, tmp_path, monkeypatch, error):
+    def refuse(pixels, side):
+        if pixels.shape[0] == 99:
+            raise error
+        return fitted(pixels, side)
+
+    monkeypatch.setattr(packing, "fitted", refuse)
+    save(photo(0, 20, 99), root / "train" / "n00000001" / "strange.png")
+    with pytest.raises(DataError, match=r"1 image.*\n.*strange.png .*memory"):
+        make_store(root, tmp_path / "store")
+    assert make_store(root, tmp_path / "store", unreadable="leave-out").about["left_out"] == 1
+
+
 def test_rows_are_the_files_in_their_order(root, tmp_path):
     store = make_store(root, tmp_path / "store", 16, shard_bytes=7 * 3 * 16 * 16)
     listing = list_images(root).listing
@@ -195,14 +223,38 @@ def test_unreadable_images_are_left_out_on_request(damaged, tmp_path):
     assert not (tmp_path / "store" / "unreadable.txt").exists()
 
 
-def test_mended_images_are_taken(damaged, tmp_path):
+@pytest.mark.parametrize("chunk_rows", [4, 256])
+def test_mended_images_are_taken(damaged, tmp_path, chunk_rows):
+    """Also where there is one in every chunk, so that nothing is left of what was packed."""
     with pytest.raises(DataError):
-        make_store(damaged, tmp_path / "store")
+        make_store(damaged, tmp_path / "store", chunk_rows=chunk_rows)
     for number, name in enumerate(("001x.jpg", "003x.jpg", "9.jpg")):
         save(photo(number, 30, 30), next(damaged.rglob(name)))
-    store = make_store(damaged, tmp_path / "store")
+    store = make_store(damaged, tmp_path / "store", chunk_rows=chunk_rows)
     assert store.about["left_out"] == 0
-    assert contents(tmp_path / "store") == contents(make_store(damaged, tmp_path / "fresh").root)
+    fresh = make_store(damaged, tmp_path / "fresh", chunk_rows=chunk_rows)
+    assert contents(tmp_path / "store") == contents(fresh.root)
+
+
+def test_removed_images_cost_what_comes_after_them(damaged, tmp_path):
+    """As the message advises: those that cannot be read are removed, and the same command goes on."""
+    store = tmp_path / "store"
+    with pytest.raises(DataError, match="3 image"):
+        make_store(damaged, store, shard_bytes=6 * 3 * 16 * 16)
+    for name in ("001x.jpg", "003x.jpg", "9.jpg"):
+        next(damaged.rglob(name)).unlink()
+    seen = []
+    make_store(damaged, store, shard_bytes=6 * 3 * 16 * 16, progress=lambda done, total: seen.append(done))
+    assert seen[0] == 6 + 6  # training images before the first of them, all test images but the last
+    whole = make_store(damaged, tmp_path / "whole", shard_bytes=6 * 3 * 16 * 16)
+    assert contents(store) == contents(whole.root)
+
+
+def test_an_image_replaced_meanwhile_is_packed_again(root, tmp_path):
+    kill_after(root, tmp_path / "store", 12)
+    save(photo(77, 20, 20), root / "train" / "n00000000" / "000.png")
+    make_store(root, tmp_path / "store", chunk_rows=2)
+    assert contents(tmp_path / "store") == contents(make_store(root, tmp_path / "whole", chunk_rows=2).root)
 
 
 def test_a_class_without_a_readable_image_is_refused(root, tmp_path):
@@ -263,21 +315,55 @@ def test_a_finished_store_is_left_alone(root, tmp_path):
     before = (tmp_path / "store" / "store.json").stat().st_mtime_ns
     make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("nothing is left to do"))
     assert (tmp_path / "store" / "store.json").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match="other images or settings"):
+    with pytest.raises(DataError, match=r"other images or settings \(side 16, now 8\)"):
         make_store(root, tmp_path / "store", 8)
+    (root / "train" / "n00000000" / "000.png").rename(root / "train" / "n00000000" / "000x.png")
+    with pytest.raises(DataError, match=r"other images or settings \(other files\)"):
+        make_store(root, tmp_path / "store")
+
+
+@pytest.mark.parametrize("side", [20, 30])
+def test_a_store_of_images_replaced_since_is_stale(root, tmp_path, side):
+    file = save(photo(1, 20, 20), root / "train" / "n00000000" / "000.png")
+    make_store(root, tmp_path / "store")
+    found = file.stat()
+    save(photo(2, side, side), file)
+    if side == 30:  # its size tells
+        os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    with pytest.raises(DataError, match=r"replaced since\. Remove it and run the same"):
+        make_store(root, tmp_path / "store")
+
+
+def test_a_finished_store_without_some_images_is_no_answer_to_refuse(damaged, tmp_path):
+    make_store(damaged, tmp_path / "store", unreadable="leave-out")
+    make_store(damaged, tmp_path / "store", unreadable="leave-out")
+    with pytest.raises(DataError, match=r"without 3 unreadable image.*left-out.txt.*--unreadable leave-out"):
+        make_store(damaged, tmp_path / "store")
 
 
 def test_another_packing_is_not_gone_on_with(root, tmp_path):
     kill_after(root, tmp_path / "store", 4)
-    with pytest.raises(DataError, match="broken-off packing of other images"):
+    with pytest.raises(DataError, match=r"broken-off packing with other settings \(side 16, now 8.*another place"):
         make_store(root, tmp_path / "store", 8, chunk_rows=2)
+    other = make_root(tmp_path / "other", classes=4)
+    before = contents(tmp_path / "store")
+    with pytest.raises(DataError, match="broken-off packing of other images"):
+        make_store(other, tmp_path / "store", chunk_rows=2)
+    assert contents(tmp_path / "store") == before
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("dear to me")
     with pytest.raises(DataError, match=r"not empty \(thesis.tex\)"):
         make_store(root, tmp_path / "full")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be made a folder"):
+    with pytest.raises(DataError, match=r"cannot be made a folder.*Choose a place"):
         make_store(root, tmp_path / "file")
+    (tmp_path / "read-only" / ".lock").mkdir(parents=True)  # whoever tests may be allowed everything
+    with pytest.raises(DataError, match=r"cannot be written to: .*\. Choose a place to write to"):
+        make_store(root, tmp_path / "read-only")
+    for inside in (root, root / "packed", root / "train" / ".." / "deep" / "packed"):
+        with pytest.raises(ConfigError, match="lies in the folder of the images"):
+            make_store(root, inside)
+    assert sorted(entry.name for entry in root.iterdir()) == ["train", "val"]
     with pytest.raises(ConfigError, match="side is 0"):
         make_store(root, tmp_path / "zero", 0)
 
@@ -313,6 +399,7 @@ def test_too_little_space_is_told_before_anything_is_decoded(root, tmp_path, mon
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
     with pytest.raises(DataError, match="GB free"):
         make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("too late"))
+    assert contents(tmp_path / "store") == {}  # so that a smaller --size can have the place
 
 
 def test_a_chunk_reports_where_it_cannot_write(tmp_path):

@@ -108,6 +108,13 @@ def test_a_store_of_a_later_format_is_refused(store):
         open_store(store)
 
 
+@pytest.mark.parametrize("content", ['"text"', "[1, 2]", "7", "null"])
+def test_an_account_that_is_no_mapping_is_damaged(store, content):
+    (store / "store.json").write_text(content)
+    with pytest.raises(DataError, match=r"store\.json is damaged: it holds a .* Pack it again"):
+        open_store(store)
+
+
 def test_a_folder_that_is_no_store_is_told_how_to_become_one(source, tmp_path):
     with pytest.raises(DataError, match=r"incvec data pack .* --size 256 --classes imagenet-subset"):
         load_dataset("imagenet-subset", source)
@@ -115,6 +122,10 @@ def test_a_folder_that_is_no_store_is_told_how_to_become_one(source, tmp_path):
         load_dataset("imagenet")
     with pytest.raises(DataError, match="not a packed store"):
         open_store(tmp_path)
+    with pytest.raises(DataError, match=r"nowhere does not exist.* incvec data pack IMAGES STORE --size 64"):
+        load_dataset("tiny-imagenet-100", tmp_path / "nowhere")
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        open_store(tmp_path / "nowhere")
 
 
 def test_named_data_sets_want_their_own_classes(store):
@@ -159,6 +170,9 @@ def test_images_held_out_of_a_store(store):
         assert labels.tolist() == whole.train_labels[wanted].tolist()
         assert all(torch.equal(images[i], whole.train_images[row]) for i, row in enumerate(wanted))
     assert part.fingerprint != whole.fingerprint
+    assert len(load_dataset("packed", store, held_out=5).test_labels) == 3
+    with pytest.raises(ConfigError, match=r"held_out is 6, but class 'n00000000' has only 5 .*expected 5 or less"):
+        load_dataset("packed", store, held_out=6)
 
 
 def test_what_the_network_sees(source, store, tmp_path):
@@ -191,6 +205,12 @@ def test_tiny_imagenet_is_read_packed_or_as_files(tmp_path):
     assert torch.equal(files.train_images, packed.train_images.resident(torch.device("cpu")))
     assert files.about["class_list"] == packed.about["class_list"] == "tiny-imagenet-100"
     assert (files.side, files.pad) == (packed.side, packed.pad) == (None, 8)
+    assert (files.about["side"], files.about["seen"]) == (packed.about["side"], packed.about["seen"]) == (64, 64)
+    large = pack(layout, tmp_path / "large", 128, workers=1).root
+    with pytest.raises(DataError, match=r"side of 128; .* 64: incvec data pack .*--size 64 --classes tiny"):
+        load_dataset("tiny-imagenet-100", large)
+    asked = load_dataset("tiny-imagenet-100", large, size=112)
+    assert (asked.image_shape, asked.about["side"], asked.about["seen"]) == ((3, 112, 112), 128, 112)
 
 
 LIMITED = """

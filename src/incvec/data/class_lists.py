@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from incvec.errors import ConfigError, DataError, nearest
 
+WNID = re.compile(r"n\d{8}")  # ImageNet's name of a class
+
 
 class ClassList(NamedTuple):
     name: str  # as it is told in records
@@ -111,7 +113,10 @@ n12267677
 
 
 def find_class_list(name: str | Path) -> ClassList:
-    """A list by its name, or the first word of every line of a file; blank lines and # comments are left out."""
+    """A list by its name, or the lines of a file; blank lines and # comments are left out.
+
+    Of a line that begins with a WNID that alone is taken: such files often tell the class in words beside it.
+    """
     if str(name) in CLASS_LISTS:
         return CLASS_LISTS[str(name)]
     path = Path(name).expanduser()
@@ -125,7 +130,8 @@ def find_class_list(name: str | Path) -> ClassList:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a list of class names: {error}") from error
     told = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-    found = [re.split(r"[\s,]+", line)[0] for line in told]
+    firsts = [re.split(r"[\s,]", line)[0] for line in told]
+    found = [first if WNID.fullmatch(first) else line for first, line in zip(firsts, told, strict=True)]
     repeated = sorted({name for name in found if found.count(name) > 1})
     if repeated:
         raise DataError(f"{path} names {', '.join(repeated[:5])} more than once; expected every class once")

@@ -88,6 +88,12 @@ def hold_out(dataset: Dataset, every: int) -> Dataset:
     images, labels = dataset.train_images, dataset.train_labels
     order = labels.argsort(stable=True)
     counts = torch.bincount(labels, minlength=dataset.n_classes)
+    fewest = int(counts.argmin())
+    if counts[fewest] < every:
+        raise ConfigError(
+            f"held_out is {every}, but class {dataset.class_names[fewest]!r} has only {int(counts[fewest])} training "
+            f"image(s), so that none would be held out: expected {int(counts[fewest])} or less"
+        )
     first = counts.cumsum(0) - counts
     place = torch.empty_like(labels)  # of each image among those of its class
     place[order] = torch.arange(len(labels)) - first[labels[order]]

@@ -120,7 +120,7 @@ def check(root: str | Path) -> list[str]:
     """Verify what lies in `root`, CIFAR-100, a packed store or class folders: a report in lines or a `DataError`."""
     path = Path(root).expanduser()
     if not path.is_dir():
-        raise DataError(f"{path} is not a folder. Give one that holds {cifar.FOLDER}/ or one folder a class.")
+        raise DataError(f"{folder.no_folder(path)}. Give a folder that holds {cifar.FOLDER}/ or one folder a class.")
     if packed.is_store(path):
         return packed.check(path)
     if path.name == aircraft.FOLDER or (path / aircraft.FOLDER).is_dir():

@@ -31,6 +31,7 @@ T = TypeVar("T")
 EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 SIZE = 64
 TEST_EVERY = 5
+LONGEST = 16  # of an image's short side: what its long one may have before the ends are cut off, unseen in any case
 TEST_FOLDERS = ("test", "val")
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -52,7 +53,7 @@ def list_files(root: str | Path | None, test_every: int = TEST_EVERY, test_folde
         raise DataError("a folder data set needs a data root: a folder of class folders")
     path = Path(root).expanduser()
     if not path.is_dir():
-        raise DataError(f"{path} is not a folder; expected train/ and test/ (or val/), or one folder a class")
+        raise DataError(f"{no_folder(path)}; expected train/ and test/ (or val/), or one folder a class")
     if test_every < 2:
         raise ConfigError(f"test_every is {test_every}: expected 2 or more, so that training images are left")
     if _is_split(path):
@@ -75,11 +76,16 @@ def list_files(root: str | Path | None, test_every: int = TEST_EVERY, test_folde
     return Listing(path, tuple(files), tuple(train), tuple(test), ignored, rule)
 
 
+def no_folder(path: Path) -> str:
+    """What is wrong with a path where a folder was expected."""
+    return f"{path} is not a folder" if path.exists() else f"{path} does not exist"
+
+
 def _is_split(root: Path) -> bool:
     """Whether train/ is one half of the data rather than a class of that name."""
     train = root / "train"
     beside = any((root / name).is_dir() for name in TEST_FOLDERS)
-    return train.is_dir() and (beside or any(entry.is_dir() for entry in train.iterdir()))
+    return train.is_dir() and (beside or any(entry.is_dir() and entry.name[0] != "." for entry in train.iterdir()))
 
 
 def _list_split(root: Path, test_folder: str | None) -> Listing:
@@ -113,12 +119,11 @@ def class_files(folder: Path, only: Collection[str] | None = None) -> tuple[dict
     files: dict[str, list[Path]] = {}
     ignored = 0
     for name in names:
-        everything = sorted(
-            Path(place, file)
-            for place, _, members in os.walk(folder / name)
-            for file in members
-            if not file.startswith(".")
-        )
+        everything = []
+        for place, folders, members in os.walk(folder / name):
+            folders[:] = [below for below in folders if below[0] != "."]  # not walked: notebooks leave copies in such
+            everything += [Path(place, file) for file in members if file[0] != "."]
+        everything.sort()
         files[name] = [file for file in everything if file.suffix.lower() in EXTENSIONS]
         ignored += len(everything) - len(files[name])
         if not files[name]:
@@ -145,6 +150,10 @@ def square(image: Image.Image, size: int) -> NDArray[np.uint8]:
     """Short side to `size`, then the centre square, as [size, size, 3]."""
     width, height = image.size
     short = min(width, height)
+    if max(width, height) > LONGEST * short:
+        left, top = ((max(0, side - LONGEST * short) // 2) for side in (width, height))
+        image = image.crop((left, top, width - left, height - top))
+        width, height = image.size
     if short != size:
         width, height = (max(size, round(side * size / short)) for side in (width, height))
         image = image.resize((width, height), Image.Resampling.BICUBIC)

@@ -16,14 +16,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from incvec.data.class_lists import ClassList
-from incvec.data.folder import EXTENSIONS, TEST_EVERY, Listing, class_files, list_files
+from incvec.data.class_lists import WNID, ClassList
+from incvec.data.folder import EXTENSIONS, TEST_EVERY, Listing, class_files, list_files, no_folder
 from incvec.errors import ConfigError, DataError, nearest
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
 DEVKIT = "ILSVRC2012_validation_ground_truth.txt"
 GROUND_TRUTHS = ("LOC_val_solution.csv", "val.txt", "val_annotations.txt", DEVKIT)
-WNID = re.compile(r"n\d{8}")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def list_images(
         raise DataError("this data set needs a data root: the folder its images lie in")
     path = Path(root).expanduser()
     if not path.is_dir():
-        raise DataError(f"{path} is not a folder; expected train/ and val/, or one folder a class")
+        raise DataError(f"{no_folder(path)}; expected train/ and val/, or one folder a class")
     if layout is not None and layout not in LAYOUTS:
         raise ConfigError(f"no layout is called {layout!r}.{nearest(layout, LAYOUTS)} Layouts: {', '.join(LAYOUTS)}.")
     name = layout or find_layout(path)

@@ -2,8 +2,8 @@
 
 Images lie at fixed places in the shards, so that processes write without knowing of one another. The unit of work is
 a chunk of rows; a journal has a line, with a checksum of its bytes, for every chunk that was written. Packing that
-was broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those is
-made again. `store.json` is written last, once all files are on the disk.
+was broken off in whatever way goes on after reading back what the journal tells: a chunk whose bytes are not those, or
+whose files are others by now, is made again. `store.json` is written last, once all files are on the disk.
 
 Images are turned as their EXIF says, made RGB, and brought to the side as torchvision's Resize and CenterCrop do.
 """
@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data.decode import read_pixels
+from incvec.data.folder import LONGEST
 from incvec.data.layouts import Layout
 from incvec.data.packed import (
     FORMAT,
@@ -60,10 +61,13 @@ def fitted(pixels: Tensor, side: int) -> Bytes:
     """Resize(side) and CenterCrop(side) of uint8 [H, W, 3] as torchvision does them with tensors, bit for bit.
 
     Gives [3, side, side]. With Pillow's images torchvision is slower and, in a few pixels of a thousand, one level of
-    255 apart.
+    255 apart. Of very long images the middle alone is resized, since a line of pixels may else become gigabytes.
     """
+    short = min(pixels.shape[:2])
+    for axis in (0, 1):
+        if (spare := pixels.shape[axis] - LONGEST * short) > 0:
+            pixels = pixels.narrow(axis, spare // 2, LONGEST * short)
     height, width = pixels.shape[:2]
-    short = min(width, height)
     seen = pixels[None].permute(0, 3, 1, 2)  # batch first: only so does torch see the pixels' layout, and keeps it
     if short != side:
         long = int(side * max(width, height) / short)
@@ -87,9 +91,12 @@ def make_chunk(root: str, chunk: Chunk) -> Done:
                 for i, file in enumerate(files):
                     try:
                         rows[i] = fitted(read_pixels(Path(file)), chunk.side)
-                    except DataError as error:
+                    except (DataError, MemoryError, RuntimeError) as error:
                         rows[i] = 0
-                        bad.append((first + i, str(error)))
+                        told = isinstance(error, DataError)
+                        bad.append(
+                            (first + i, str(error) if told else f"{file} cannot be brought to its side: {error}")
+                        )
                 content = rows[: len(files)].data.cast("B")
                 total = checksum(content, total)
                 written = 0
@@ -118,7 +125,10 @@ def _watch_parent() -> None:
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise DataError(f"{root} cannot be written to: {error.strerror}. Choose a place to write to.") from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,15 +153,19 @@ def pack(
     if side < 1:
         raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
     path, row = Path(root).expanduser(), 3 * side * side
+    if path.resolve().is_relative_to(layout.listing.root.resolve()):
+        raise ConfigError(f"{path} lies in the folder of the images, where it may be taken for a class: choose another")
     shard_rows = max(1, shard_bytes // row)
     plan = Plan(path, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{path} cannot be made a folder: {error.strerror}") from error
+        raise DataError(
+            f"{path} cannot be made a folder: {error.strerror}. Choose a place you may write to."
+        ) from error
     with _locked(path):
         if (path / STORE).is_file():
-            return _finished(plan)
+            return _finished(plan, unreadable)
         journal = Journal(path / JOURNAL)
         done = _begin(plan, journal)
         _work(plan, journal, done, workers or cores(), progress)
@@ -163,54 +177,86 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _finished(plan: Plan) -> Store:
+def _finished(plan: Plan, unreadable: str) -> Store:
+    """The store that is there, where it is what this packing would make."""
     store = open_store(plan.root)
-    if store.about.get("key") != plan.key:
+    about = store.about
+    if about.get("key") != plan.key:
+        before = {"side": store.side, "classes": len(store.classes), **about.get("versions", {})}
+        now = {"side": plan.side, "classes": len(plan.layout.listing.classes), **VERSIONS}
         raise DataError(
-            f"{plan.root} holds a store of other images or settings ({len(store.classes)} classes, side {store.side}). "
+            f"{plan.root} holds a store of other images or settings ({_changes(before, now) or 'other files'}). "
             "Choose another place, or remove it first."
+        )
+    if about.get("sources", plan.sources) != plan.sources:  # stores made before have none
+        raise DataError(
+            f"{plan.root} was packed from files of the same names but of other sizes or times: images were replaced "
+            "since. Remove it and run the same command again; where only the times changed, use it as it is."
+        )
+    if about["left_out"] and unreadable == "refuse":
+        raise DataError(
+            f"{plan.root} was packed without {about['left_out']} unreadable image(s), listed in "
+            f"{plan.root / 'left-out.txt'}. To keep it so, say --unreadable leave-out; else replace them, remove the "
+            "store and run the same command again."
         )
     return store
 
 
 def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
     """What earlier packing left that is whole; shards of their full size, where there are none yet."""
-    key, done = journal.read()
-    if key is None:
+    settings, classes, told = journal.read()
+    if settings is None:
         strangers = [entry.name for entry in plan.root.iterdir() if entry.name not in (".lock", JOURNAL)]
         if strangers:
             raise DataError(f"{plan.root} is not empty ({strangers[0]}): expected a new folder, or a broken-off store")
-        journal.write({"key": plan.key})
-    elif key != plan.key:
+    elif settings != plan.settings:
         raise DataError(
-            f"{plan.root} holds a broken-off packing of other images or settings. Choose another place, or remove it."
+            f"{plan.root} holds a broken-off packing with other settings ({_changes(settings, plan.settings)}). "
+            "Choose another place, or remove it."
         )
     chunks = plan.work
+    found = {n: Done(n, *told[key]) for n, key in enumerate(plan.chunk_keys) if key in told}
+    if settings is not None and not found and classes != plan.classes:  # another data set's is not written over
+        raise DataError(
+            f"{plan.root} holds a broken-off packing of other images, with other classes. Choose another place, or "
+            "remove it."
+        )
     with ThreadPoolExecutor(cores()) as pool:
         right = pool.map(
             lambda chunk: (
-                chunk.number in done
-                and not done[chunk.number].bad  # its files may have been mended since
+                chunk.number in found
+                and not found[chunk.number].bad  # its files may have been mended since
                 and chunk_sum(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
-                == done[chunk.number].sum
+                == found[chunk.number].sum
             ),
             chunks,
         )
-        whole = {chunk.number: done[chunk.number] for chunk, kept in zip(chunks, right, strict=True) if kept}
-    for part in PARTS:
-        for shard, rows in plan.shards(part):
-            try:
-                with open(plan.root / shard, "ab") as file:
-                    file.truncate(rows * plan.row_bytes)  # full length, no blocks yet
-            except OSError as error:
-                raise DataError(unwritten(plan.root / shard, error)) from error
-    _check_space(plan)
+        whole = {chunk.number: found[chunk.number] for chunk, kept in zip(chunks, right, strict=True) if kept}
+    shards = dict(shard for part in PARTS for shard in plan.shards(part))
+    _check_space(plan, shards)
+    if settings is None:
+        journal.write({"settings": plan.settings, "classes": plan.classes})
+    for old in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
+        if old.name not in shards:  # there were more images
+            old.unlink()
+    for shard, rows in shards.items():
+        try:
+            with open(plan.root / shard, "ab") as file:
+                file.truncate(rows * plan.row_bytes)  # full length, no blocks yet
+        except OSError as error:
+            raise DataError(unwritten(plan.root / shard, error)) from error
     return whole
 
 
-def _check_space(plan: Plan) -> None:
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in names)
+
+
+def _check_space(plan: Plan, shards: Iterable[str]) -> None:
     total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
-    needed = total - sum(file.stat().st_blocks * 512 for file in plan.root.glob("*.bin"))
+    files = [plan.root / shard for shard in shards]
+    needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
     free = shutil.disk_usage(plan.root).free
     if needed > free:
         raise DataError(
@@ -230,7 +276,7 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     sync: Future[None] | None = None
     with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
         for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
-            journal.write({"chunk": made.number, "sum": made.sum, "bad": made.bad})
+            journal.write({"chunk": plan.chunk_keys[made.number], "sum": made.sum, "bad": made.bad})
             done[made.number] = made
             count += len(chunk.files)
             if sync is None or sync.done():
@@ -269,7 +315,8 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         shown = "\n".join(f"  {message}" for message in bad[:10])
         raise DataError(
             f"{len(bad)} image(s) cannot be read (all are listed in {plan.root / 'unreadable.txt'}):\n{shown}\n"
-            "Replace them, or leave them out with --unreadable leave-out; then run the same command again."
+            "Leave them out with --unreadable leave-out, or replace or remove them; then run the same command again. "
+            "After a removed image, all that follow are packed anew."
         )
     parts: dict[str, dict[str, Any]] = {}
     number = 0
@@ -293,6 +340,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
             "shards": plan.shards(part), "chunk": plan.chunk_rows, "sums": sums,
             "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
         }  # fmt: skip
+    (plan.root / "left-out.txt").unlink(missing_ok=True)
     if bad:
         _write(plan.root / "left-out.txt", "\n".join(bad) + "\n")
     for part in PARTS:
@@ -308,6 +356,7 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         "about": {
             "layout": layout.name, "rule": layout.listing.rule, "class_list": layout.class_list,
             "left_out": len(bad), "versions": VERSIONS, "key": plan.key,
+            "sources": plan.sources,
         },
         "parts": parts,
     }  # fmt: skip

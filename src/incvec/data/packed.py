@@ -254,9 +254,13 @@ def open_store(root: str | Path) -> Store:
     if not (path / STORE).is_file():
         if (path / JOURNAL).is_file():
             raise DataError(f"{path} is a store whose packing was broken off: run the same `incvec data pack` to go on")
+        if not path.exists():
+            raise DataError(f"{path} does not exist: expected a packed store, made by `incvec data pack SRC DST`")
         raise DataError(f"{path} is not a packed store: it has no {STORE}. `incvec data pack` makes one.")
     try:
         account = json.loads(_read(path / STORE))
+        if not isinstance(account, dict):
+            raise ValueError(f"it holds a {type(account).__name__}, expected a mapping")
         given = account.pop("hash", None)
         if given != digest(json.dumps(account, sort_keys=True).encode()):
             raise ValueError("it does not match its own hash")

@@ -92,9 +92,37 @@ class Plan:
 
         return {part: lines(part) for part in PARTS}
 
+    @property
+    def settings(self) -> dict[str, int | str]:
+        """What has to be the same for packings that may go on with one another's work."""
+        sizes = {"side": self.side, "rows a shard": self.shard_rows, "rows a chunk": self.chunk_rows}
+        return {"format": FORMAT, **sizes, **VERSIONS}
+
+    @property
+    def classes(self) -> str:
+        """The same for the same classes: what tells another data set from this one with some images changed."""
+        return digest(json.dumps(self.layout.listing.classes).encode())
+
+    @cached_property
+    def chunk_keys(self) -> tuple[str, ...]:
+        """For every chunk what its bytes hang on beside that: its place, and its files' names, sizes and times."""
+        keys = []
+        for part in PARTS:
+            names, row = self.names[part].split("\n"), 0
+            for shard, offset, files in self.chunks(part):
+                content = [shard, offset, names[row : row + len(files)], [_stamp(file) for file in files]]
+                keys.append(digest(json.dumps(content).encode())[:32])
+                row += len(files)
+        return tuple(keys)
+
+    @property
+    def sources(self) -> str:
+        """The same as long as no image is replaced."""
+        return digest("".join(self.chunk_keys).encode())
+
     @cached_property
     def key(self) -> str:
-        """The same for packings that may go on with one another's work."""
+        """The same for packings of files of the same names, with the same labels and settings."""
         settings = [
             FORMAT,
             self.side,
@@ -107,6 +135,14 @@ class Plan:
         return digest(json.dumps([settings, listed]).encode())
 
 
+def _stamp(file: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(file)
+    except OSError:  # decoding tells
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
 def unwritten(path: Path, error: OSError) -> str:
     return (
         f"could not write {path}: {error.strerror or error}. What was packed before is kept; free some space, then run "
@@ -115,25 +151,27 @@ def unwritten(path: Path, error: OSError) -> str:
 
 
 class Journal:
-    """Lines of JSON: the plan's key, then a line a chunk. A line that a kill tore is left out."""
+    """Lines of JSON: the plan's settings and classes, then a line a chunk. A line that a kill tore is left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> tuple[str | None, dict[int, Done]]:
+    def read(self) -> tuple[dict[str, Any] | None, str, dict[str, tuple[str, list[tuple[int, str]]]]]:
+        """Settings (none: nothing was begun) and classes; by chunk key, the checksum and what could not be read."""
+        settings: dict[str, Any] | None = None
+        classes, done = "", dict[str, tuple[str, list[tuple[int, str]]]]()
         if not self.path.exists():
-            return None, {}
-        key, done = None, {}
+            return settings, classes, done
         for line in self.path.read_text(errors="replace").splitlines():
             try:
                 row = json.loads(line)
-                if "key" in row:
-                    key = str(row["key"])
+                if "settings" in row:
+                    settings, classes = dict(row["settings"]), str(row["classes"])
                 else:
-                    done[row["chunk"]] = Done(row["chunk"], row["sum"], [(int(i), str(m)) for i, m in row["bad"]])
+                    done[str(row["chunk"])] = str(row["sum"]), [(int(i), str(m)) for i, m in row["bad"]]
             except (ValueError, KeyError, TypeError):
                 continue
-        return key, done
+        return settings, classes, done
 
     def write(self, row: dict[str, Any]) -> None:
         # The line before may have been torn, so this one begins a line of its own.

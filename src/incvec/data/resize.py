@@ -59,7 +59,8 @@ def resized_boxes(
 class ResizedViews(Views):
     """Views of images that are stored larger than the network sees them.
 
-    - `train`: RandomResizedCrop (a share of 0.08 to 1 of the area), flip, brightness jitter, normalise;
+    - `train`: RandomResizedCrop of the stored square (a share of 0.08 to 1 of its area), flip, brightness jitter,
+      normalise;
     - `test`: the central 7/8 of the image, which is torchvision's Resize(256) and CenterCrop(224) where images were
       packed at 256, normalised;
     - `strong`, `flipped`, `raw`: as in `Views`, at the network's size.

@@ -62,13 +62,30 @@ def load(
             if image_size not in (None, NAMED[name].size):
                 raise ConfigError(f"image_size is {image_size}: Tiny-ImageNet's images are 64 x 64")
             return _decoded(name, path, chosen)
-        size = NAMED[name].size if name in NAMED else 256
-        choice = f" --classes {wanted}" if wanted else ""
+        if not path.exists():
+            raise DataError(
+                f"{path} does not exist. Expected a packed store as the data root; make one of the images, once: "
+                f"{_command(name, wanted, 'IMAGES')}"
+            )
+        command = _command(name, wanted, str(path))
         raise DataError(
-            f"{path} is not a packed store. Make one of the images, once: incvec data pack {path} STORE --size {size}"
-            f"{choice}; then give STORE as the data root."
+            f"{path} is not a packed store. Make one of the images, once: {command}; then give STORE as the data root."
         )
-    return _from_store(name, path, chosen, image_size, placement)
+    dataset = _from_store(name, path, chosen, image_size, placement)
+    stored = dataset.about["side"]
+    if name in NAMED and image_size is None and stored != NAMED[name].size:
+        raise DataError(
+            f"{path} holds images with a side of {stored}; {name!r} is packed with {NAMED[name].size}: "
+            f"{_command(name, wanted, 'IMAGES')}. To train on this store, say which side the network shall see: "
+            f"--set image_size={dataset.about['seen']}."
+        )
+    return dataset
+
+
+def _command(name: str, class_list: str | None, source: str) -> str:
+    """What packs the images of that data set."""
+    size = NAMED[name].size if name in NAMED else 256
+    return f"incvec data pack {source} STORE --size {size}" + (f" --classes {class_list}" if class_list else "")
 
 
 def _from_store(
@@ -84,6 +101,7 @@ def _from_store(
     classes = store.classes if chosen is None else chosen.classes
     if name in NAMED and chosen is None and len(classes) != NAMED[name].classes:
         raise DataError(f"{path} holds {len(classes)} classes, {name!r} has {NAMED[name].classes}: give its own store")
+    side = _side(store.side, image_size)
     fingerprint = store.fingerprint
     if classes != store.classes:
         fingerprint = hashlib.blake2b(f"{fingerprint} {' '.join(classes)}".encode(), digest_size=16).hexdigest()
@@ -95,13 +113,14 @@ def _from_store(
         flip=True,
         fingerprint=fingerprint,
         normalisations={"default": IMAGENET},
-        side=_side(store.side, image_size),
+        side=side,
         about={
             "layout": store.about["layout"],
             "split": store.about["rule"],
             "class_list": chosen.name if chosen is not None else store.about["class_list"],
             "left_out": store.about["left_out"],
             "side": store.side,
+            "seen": store.side if side is None else side,
         },
     )
 
@@ -137,6 +156,6 @@ def _decoded(name: str, path: Path, chosen: ClassList | None) -> Dataset:
     dataset = decode_listing(layout.listing, NAMED[name].size)
     about = {
         "layout": layout.name, "split": layout.listing.rule, "class_list": layout.class_list, "left_out": 0,
-        "side": NAMED[name].size,
+        "side": NAMED[name].size, "seen": NAMED[name].size,
     }  # fmt: skip
     return replace(dataset, name=name, about=about)

@@ -61,11 +61,14 @@ def split(n_classes: int, base: int, increments: int) -> tuple[Task, ...]:
         )
     rest = n_classes - base
     if base > n_classes:
-        raise ConfigError(f"{base} base classes are asked for, but there are only {n_classes} classes")
+        raise ConfigError(
+            f"{base} base classes are asked for, but there are only {n_classes} classes: ask for fewer with "
+            f"--set base_classes=N, {n_classes // 2} for example"
+        )
     if rest == 0 and increments > 0:
         raise ConfigError(
             f"all {n_classes} classes are base classes, so nothing is left for {increments} increment(s): "
-            "lower the base, or ask for 0 increments (joint training)"
+            "ask for fewer with --set base_classes=N, or train on all at once with --method joint"
         )
     if rest > 0 and (increments == 0 or rest % increments):
         left = f"{rest} classes left after a base of {base}" if base else f"{rest} classes without a base"
