@@ -74,7 +74,8 @@ def walk() -> dict[str, Any]:
         old = [80 - 15 * v - dip * 4 * v * (1 - v) for v in x]
         new = [60 * v for v in x]
         curves.append(
-            {"method": name, "addons": addons, "oracle": oracle, "x": x, "distance": [12.5 * v for v in x],
+            {"name": " + ".join([name, *addons]) + " oracle" * oracle,
+             "method": name, "addons": addons, "oracle": oracle, "x": x, "distance": [12.5 * v for v in x],
              "length": 12.5, "accuracy": {"old": old, "new": new},
              "loss": {"old": [4 - v / 25 for v in old], "new": [4 - v / 25 for v in new]},
              "barrier": {"accuracy": {"old": dip, "new": 0.0}, "loss": {"old": dip / 25, "new": 0.0}}}
