@@ -74,6 +74,13 @@ def test_a_base_setting_spelt_out_is_no_change() -> None:
     assert changed_settings(lower.resolved()) == {"podnet.lr": 0.05}
 
 
+def test_another_class_order_is_another_experiment() -> None:
+    given = {"method": "podnet", "dataset": "cifar100"}
+    assert changed_settings(resolve({**given, "order_seed": 7}).resolved()) == {"order_seed": 7}
+    order = list(range(100))
+    assert changed_settings(resolve({**given, "class_order": order}).resolved()) == {"class_order": order}
+
+
 def test_a_row_of_another_variant_counts_with_that_variant_alone() -> None:
     """What the paper merges in CoFiMA's row is fine-tuning with a classifier for each task."""
     records = [sample("finetune", "cofima", variant="local"), sample("finetune", "cofima", fall=9.0)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from incvec.config import RunConfig, digest
+from incvec.config import digest
 from incvec.errors import DataError
 from incvec.lab import style
 from incvec.lab.lines import FORMAT
@@ -22,7 +22,6 @@ from incvec.metrics import gap_closed
 from incvec.presets import changed_settings, resolve
 
 Record = Mapping[str, Any]
-USUAL_ORDER = RunConfig.model_fields["order_seed"].default
 
 
 class Missing(DataError):
@@ -65,13 +64,7 @@ def addon_changes(record: Record) -> dict[str, Any]:
 
 def host_changes(record: Record) -> dict[str, Any]:
     own, config = addon_changes(record), record["config"]
-    return {key: value for key, value in changed_settings(config).items() if key not in own} | order_changes(config)
-
-
-def order_changes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The class order's seed, where it is another than usual: accuracies on two orders are no two seeds of one."""
-    seed = config.get("order_seed", USUAL_ORDER)
-    return {} if seed == USUAL_ORDER or config.get("class_order") else {"order_seed": seed}
+    return {key: value for key, value in changed_settings(config).items() if key not in own}
 
 
 def usual_of(records: Sequence[Record]) -> list[Record]:

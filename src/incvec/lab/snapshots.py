@@ -140,7 +140,7 @@ def command(config: RunConfig, out: str | Path | None = None, **changes: Any) ->
     words += ["--dataset", given["dataset"], "--tasks", str(given["tasks"]), "--seed", str(given["seed"])]
     words += ["--oracle"] if given["oracle"] else []
     words += ["--variant", given["variant"]] if given["variant"] != "paper" else []
-    for key in ("order_seed", *(name for name in SETTINGS if name != "variant")):
+    for key in (name for name in SETTINGS if name != "variant"):
         if getattr(config, key) != getattr(ordinary, key):
             words += ["--set", f"{key}={json.dumps(getattr(config, key))}"]
     for name, section in ordinary.sections.items():

@@ -33,8 +33,9 @@ UNIFORM: dict[str, dict[str, Any]] = {
     "cifar100": {"base_classes": 0, "tasks": 10},
     "digits": {"base_classes": 0, "tasks": 5},
 }
-# Settings outside the sections that make a run another experiment; seeds, device and engine do not.
+# Settings outside the sections that make a run another experiment; its seed, device and engine do not.
 SETTINGS = (
+    "order_seed",
     "base_classes",
     "class_order",
     "class_list",
@@ -139,6 +140,8 @@ def changed_settings(own: Mapping[str, Any]) -> dict[str, Any]:
     preset = resolve(given)
     usual = preset.resolved() | {"variant": "paper"}
     changed = {key: own[key] for key in SETTINGS if key in own and own[key] != usual.get(key)}
+    if own.get("class_order"):  # an order that is given has no seed
+        changed.pop("order_seed", None)
     return changed | {
         f"{section}.{key}": value
         for section, values in preset.sections.items()

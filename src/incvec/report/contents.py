@@ -163,8 +163,6 @@ def command(record: Mapping[str, Any]) -> str:
     words += ["--dataset", record["dataset"], "--tasks", str(record["tasks"]), "--seed", str(record["seed"])]
     words += ["--oracle"] if record["oracle"] else []
     changes = changed_settings(record["config"])
-    if (order := record["config"].get("order_seed", 1993)) != 1993:
-        changes["order_seed"] = order
     for key, value in changes.items():
         words += ["--set", f"{key}={yaml_value(value)}"]
     return shlex.join(words)

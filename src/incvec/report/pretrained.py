@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from incvec.lab.gap import order_changes
 from incvec.methods import find_method
 from incvec.presets import changed_settings
 from incvec.report import style
@@ -60,7 +59,7 @@ def chosen(part: Part, variant: str, records: Records) -> list[Mapping[str, Any]
     for record in records:
         if record["dataset"] != part.dataset or len(record["class_order"]) != part.classes:
             continue
-        changed = {*changed_settings(record["config"]), *order_changes(record["config"])} - {"variant"}
+        changed = set(changed_settings(record["config"])) - {"variant"}
         changed = {key for key in changed if not key.endswith(".weights")}  # a local copy
         if record["oracle"] or record["config"]["variant"] != variant or changed:
             continue

@@ -18,7 +18,6 @@ import yaml
 
 from incvec.config import RunConfig, digest
 from incvec.engine.sweep import read_sweep
-from incvec.lab.gap import order_changes
 from incvec.methods import find_method
 from incvec.metrics import gap_closed
 from incvec.presets import changed_settings, resolve, sweeps
@@ -85,7 +84,7 @@ def is_standard(record: Mapping[str, Any], variant: str | None = None) -> bool:
     usual = paper().get(record["dataset"], {}).get("variants", {}).get(row_name(record), "paper")
     wanted = usual if variant is None else variant
     expected = {} if wanted == "paper" else {"variant": wanted}
-    changed = changed_settings(record["config"]) | order_changes(record["config"])
+    changed = changed_settings(record["config"])
     changed = {key: value for key, value in changed.items() if not key.endswith(".weights")}  # a local copy
     return not (record["oracle"] or record.get("label")) and changed == expected
 
@@ -193,7 +192,7 @@ def runs_of(sweep: str) -> list[RunConfig]:
 
 def kind(own: Mapping[str, Any]) -> str:
     """The same for resolved configurations that differ in their seed, device and engine alone."""
-    changed = changed_settings(own) | order_changes(own)
+    changed = changed_settings(own)
     return digest([own["method"], own["addons"], own["dataset"], own["tasks"], own["oracle"], changed])
 
 
@@ -339,7 +338,7 @@ def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
         return []
     lines = ["| run | tasks | seed | changed | AA | LA | FM |", "|---" * 7 + "|"]
     for r in sorted(rows, key=lambda r: (row_name(r), r["tasks"], r["seed"])):
-        changed = settings_text(changed_settings(r["config"]) | order_changes(r["config"])) or "-"
+        changed = settings_text(changed_settings(r["config"])) or "-"
         m = r["metrics"]
         forgetting = "" if m["FM"] is None else f"{m['FM']:.2f}"
         name = row_name(r) + (" (oracle)" if r["oracle"] else "")

@@ -16,7 +16,6 @@ from typing import Any
 
 from incvec.config import digest
 from incvec.errors import DataError
-from incvec.lab.gap import order_changes
 from incvec.metrics import summarise
 from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
@@ -44,7 +43,7 @@ class Entry:
     @cached_property
     def changes(self) -> dict[str, Any]:
         """Settings that differ from the presets, the class order among them."""
-        return changed_settings(self.record["config"]) | order_changes(self.record["config"])
+        return changed_settings(self.record["config"])
 
     @property
     def addon_changes(self) -> dict[str, Any]:
