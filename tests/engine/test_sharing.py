@@ -77,6 +77,18 @@ def test_a_base_published_meanwhile(few: Dataset, tmp_path: Path, monkeypatch: p
     same_record(finish(make_run(few, tmp_path / "first", given, bases)), record)
 
 
+def test_what_another_run_is_writing_in_the_folder_of_bases_is_let_be(few: Dataset, tmp_path: Path) -> None:
+    given, bases = quick("podnet"), tmp_path / "bases"
+    finish(make_run(few, tmp_path / "first", given, bases))
+    (base,) = bases.glob("*.safetensors")
+    base.unlink()
+    own, others = bases / f".{base.name}.killed", bases / ".0123456789abcdef01234567.safetensors.written"
+    own.touch()
+    others.touch()
+    finish(make_run(few, tmp_path / "second", given, bases))
+    assert base.exists() and not own.exists() and others.exists()
+
+
 def test_beginning_at_a_snapshot(few: Dataset, tmp_path: Path) -> None:
     given = quick("podnet", "ivt")
     whole = make_run(few, tmp_path / "whole", given)

@@ -62,9 +62,10 @@ def write_bytes(path: Path, content: bytes) -> None:
         ) from error
 
 
-def sweep_temporaries(folder: Path) -> None:
-    """Remove what a killed write left behind."""
-    for leftover in [*folder.glob(".*.safetensors.*"), *folder.glob(".record.json.*")]:
+def sweep_temporaries(folder: Path, *names: str) -> None:
+    """Remove what killed writes of these files (by pattern) left behind. The caller holds their lock: what another
+    writes in the same folder must be let be."""
+    for leftover in [each for name in names for each in folder.glob(f".{name}.*")]:
         with contextlib.suppress(OSError):
             leftover.unlink()
 

@@ -182,8 +182,8 @@ class Run:
 
     def _resume(self) -> str | None:
         if self.ranks.is_first:
-            sweep_temporaries(self.out)
-            sweep_temporaries(self.out / "snapshots")
+            sweep_temporaries(self.out, "*.safetensors", "record.json")
+            sweep_temporaries(self.out / "snapshots", "*.safetensors")
         if self.checkpoint_path.exists():
             tensors, meta = read_tensors(self.checkpoint_path)
             self._later_notice = checkpoints.check_checkpoint(self.config, self.dataset, meta, self.checkpoint_path)
@@ -232,7 +232,7 @@ class Run:
             yield from self._reach_base()
             return
         if self.ranks.is_first:
-            sweep_temporaries(self.bases)
+            sweep_temporaries(self.bases, self.base.file.name)
         if self.ranks.agree(self.base.exists()) and self.position == (0, 0, 0):
             tensors, meta = read_tensors(self.base.file)
             self._load(tensors, meta, addons=False)
