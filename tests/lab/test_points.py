@@ -12,7 +12,7 @@ from torch import Tensor
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.lab import snapshot_model
-from incvec.lab.paths import blend
+from incvec.lab.paths import blend, device_blend
 from incvec.lab.points import Points, Scores, spaced
 from incvec.nets.heads import ProxyHead
 from tests.conftest import make_run, quick
@@ -38,6 +38,7 @@ def test_both_ways_agree_with_single_images(finished: Finished, few: Dataset) ->
     weights = [(0.7, 0.3), (0.25, 0.75)]
     by_vmap = Points(end, way="vmap").evaluate([a, b], weights)
     by_loop = Points(end, way="loop").evaluate([a, b], weights)
+    assert Points(end, way="graph").evaluate([a, b], weights) == by_loop  # on a GPU captured, here step by step
     for number, (w, v) in enumerate(weights):
         with torch.no_grad():
             for name, live in end.model.state_dict().items():
@@ -50,7 +51,7 @@ def test_both_ways_agree_with_single_images(finished: Finished, few: Dataset) ->
                 assert scores.loss[number][t] == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("way", ["vmap", "loop"])
+@pytest.mark.parametrize("way", ["graph", "vmap", "loop"])
 def test_the_ends_are_the_records_own_accuracies(finished: Finished, few: Dataset, way: str) -> None:
     for name in ("plain", "ivt", "oracle"):
         run, record = getattr(finished, name), finished.records[name]
@@ -147,6 +148,50 @@ def test_sums_of_states() -> None:
     assert blend([a, b, c], (2.0, -1.0, 0.0), bounded=True).tolist() == [1.0, 4.0]  # a variance stays one
     assert torch.equal(blend([a, b, c], (0.0, 1.0, 0.0), bounded=True), b)
     assert blend([torch.tensor(3), torch.tensor(8)], (0.4, 0.6), bounded=True).item() == 8
+
+
+def test_sums_by_weights_on_the_device() -> None:
+    draw = torch.Generator().manual_seed(0)
+    corners = [torch.randn(3, 4, generator=draw) for _ in range(3)]
+    counts = [torch.tensor(3), torch.tensor(8), torch.tensor(5)]
+    for weights in ((0.5, 0.2, 0.3), (0.1, 1.7, -0.8), (-0.25, 0.25, 1.0)):
+        given = torch.tensor(weights, dtype=torch.float64)
+        for bounded in (False, True):
+            assert torch.equal(device_blend(corners, given, bounded), blend(corners, weights, bounded))
+        assert torch.equal(device_blend(counts, given, True), blend(counts, weights, True))
+
+
+@pytest.mark.parametrize("method", ["podnet", "finetune"])
+def test_a_plane_replayed(method: str, few: Dataset, tmp_path: Path) -> None:
+    """Weights below 0 among them, and where a replay cannot be made, the points are done all the same."""
+    finish(make_run(few, tmp_path, quick(method)))
+    end = snapshot_model(tmp_path, 2, few)
+    start = snapshot_model(tmp_path, 0, few, grow_to=2).state()
+    states = [start, end.state(), {name: tensor * 1.01 for name, tensor in start.items()}]
+    weights = [(1.25, -0.5, 0.25), (1.0, 0.0, 0.0), (-0.25, 1.25, 0.0)]
+    expected = Points(end, way="loop").evaluate(states, weights)
+    heard: list[int] = []
+    points = Points(end, way="graph")
+    assert points.evaluate(states, weights, heard.append) == expected
+    assert points.used == "graph"
+    assert heard == [1, 2, 3]
+
+
+def test_what_cannot_be_captured_is_done_one_by_one(
+    finished: Finished, few: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = snapshot_model(finished.plain, 2, few)
+    states = [snapshot_model(finished.plain, 0, few, grow_to=2).state(), end.state()]
+    expected = Points(end, way="loop").evaluate(states, [(0.5, 0.5)])
+
+    def refused(self: Points, *given: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Points, "_captured", refused)
+    points = Points(end, way="graph")
+    with pytest.warns(UserWarning, match="one by one: operation not permitted"):
+        assert points.evaluate(states, [(0.5, 0.5)]) == expected
+    assert points.used == "loop"
 
 
 @pytest.mark.parametrize(("method", "addons"), [("pass", ()), ("finetune", ("magmax",)), ("ssre", ()), ("icarl", ())])

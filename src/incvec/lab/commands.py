@@ -50,6 +50,7 @@ class StartChoice(StrEnum):
 
 class WayChoice(StrEnum):
     auto = "auto"
+    graph = "graph"
     vmap = "vmap"
     loop = "loop"
 
@@ -88,9 +89,9 @@ class How:
     out: Out = FIGURES
     name: Name = None
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the run's")] = None
-    way: Annotated[WayChoice, typer.Option(help="Many points a launch (vmap), or one after the other.")] = (
-        WayChoice.auto
-    )
+    way: Annotated[
+        WayChoice, typer.Option(help="A point a launch (graph), many a launch (vmap), or a piece a launch (loop).")
+    ] = WayChoice.auto
 
     def setting(self, points: int, start: StartChoice = StartChoice.own) -> Setting:
         return Setting(points, self.images, self.batchnorm.value, start.value, self.way.value, self.device)

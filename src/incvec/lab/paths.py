@@ -84,6 +84,19 @@ def blend(corners: Sequence[Tensor], weights: Sequence[float], bounded: bool) ->
     return total
 
 
+def device_blend(corners: Sequence[Tensor], weights: Tensor, bounded: bool) -> Tensor:
+    """`blend` with weights that the device alone knows, for a step that is captured."""
+    if not corners[0].is_floating_point():
+        return torch.stack(list(corners)).index_select(0, weights.argmax()[None])[0]
+    total = weights[0] * corners[0]
+    for weight, corner in zip(weights[1:], corners[1:], strict=True):
+        total = total + weight * corner
+    if not bounded:
+        return total
+    given = torch.stack(list(corners))
+    return torch.where(weights.min() < 0, total.clamp(given.amin(0), given.amax(0)), total)
+
+
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """A state dict without whatever else modules put there (`get_extra_state`)."""
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

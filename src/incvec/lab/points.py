@@ -1,9 +1,13 @@
 """Accuracy and loss of many states at once: every state is a weighted sum of a few given ones.
 
-A point is a row of weights over the given states: (1 - x, x) on a line, three weights on a plane. Points are
-evaluated many a launch by `functional_call` under `vmap`, in pieces that fit the memory, or one after the other:
-on a CPU with real images, where a convolution with other weights for every point is slower than one point at a
-time; wherever a network does not go through `vmap`; and where BatchNorm is measured anew at each point.
+A point is a row of weights over the given states: (1 - x, x) on a line, three weights on a plane. There are three
+ways to the same numbers:
+
+- `graph`, on a GPU: the sum of the states and all test images are one CUDA graph, replayed for each point.
+- `vmap`, on a CPU with tiny images: many points a launch by `functional_call`, in pieces that fit the memory. With real
+  images a convolution with other weights for every point is slower than one point at a time.
+- `loop`, one launch after the other: everywhere else, for what goes through neither, and where BatchNorm is measured
+  anew at each point.
 
 A point that is one of the given states itself is always evaluated alone and as it is, in the pieces of a run's own
 evaluation: so the ends of a path have the snapshots' own accuracies, exactly.
@@ -11,9 +15,8 @@ evaluation: so the ends of a path have the snapshots' own accuracies, exactly.
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -25,11 +28,11 @@ from torch.func import functional_call, vmap
 from incvec.addons.merging import class_outputs
 from incvec.data import ImageSource
 from incvec.errors import DataError
-from incvec.lab.paths import State, blend
+from incvec.lab.paths import State, blend, device_blend
 from incvec.lab.snapshots import CHUNK, Rebuilt
 from incvec.nets.heads import ProxyHead
 
-Way = Literal["auto", "vmap", "loop"]
+Way = Literal["auto", "graph", "vmap", "loop"]
 Statistics = Literal["interpolate", "recalibrate"]
 TINY = 256  # values of an image up to which a CPU gains by many points a launch
 SHARE = 1024  # bytes set aside for each value of an image and point: some sixteen maps of sixteen channels
@@ -98,7 +101,8 @@ class Points:
             rows = [spaced(each, self.images) for each in rows]
         self.rows = torch.cat(rows)
         self.counts = [len(each) for each in rows]
-        self.member = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(self.counts)).to(self.rows.device)
+        task = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(self.counts)).to(self.rows.device)
+        self.member = F.one_hot(task, len(rows)).double()
         self.scorer = Scorer(self.rebuilt.model, self.rebuilt.task.n_seen).eval()
         self.buffers = {f"model.{name}" for name, _ in self.rebuilt.model.named_buffers()}
         self.used = self.way
@@ -126,11 +130,22 @@ class Points:
                 told(done)
 
         for i in alone:
-            keep([i], self._one(dict(corners[list(weights[i]).index(1)]), CHUNK))
+            keep([i], self._one(dict(corners[list(weights[i]).index(1)]), self._pieces()))
         if self.batchnorm == "recalibrate":
             self.used = "loop"
-        elif inner and self.used == "auto":
-            self.used = self._quicker(corners, [weights[i] for i in inner])
+        elif self.used == "auto":
+            self.used = self._quickest()
+        if inner and self.used == "graph":
+            try:
+                replay = self._captured(corners, [weights[i] for i in inner])
+            except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                self._one_by_one(error)
+            else:
+                for number, i in enumerate(inner):
+                    keep([i], replay(number))
+                    if told is not None and device.type == "cuda":
+                        torch.cuda.current_stream().synchronize()  # a point is done once the device has done it
+                inner = []
         width = self._width(len(inner))
         while inner and self.used == "vmap":
             try:
@@ -141,42 +156,25 @@ class Points:
                 width //= 2
                 continue
             except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-                warnings.warn(f"points are evaluated one by one: {first_line(error)}", stacklevel=2)
-                self.used = "loop"
+                self._one_by_one(error)
                 break
             inner = inner[width:]
         for i in inner:
-            size = CHUNK if device.type == "cpu" else max(CHUNK, self._budget())
-            keep([i], self._one(self._sum(corners, weights[i]), size))
+            keep([i], self._one(self._sum(corners, weights[i]), self._pieces()))
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         return Scores((100 * right / counts).tolist(), (lost / counts).tolist())
 
-    def _quicker(self, corners: Sequence[State], weights: Sequence[Sequence[float]]) -> Way:
-        """Many points a launch, or one: by the images' size on a CPU, so that numbers do not depend on a clock; by
-        trying both on a GPU."""
+    def _quickest(self) -> Way:
+        """By the device and the images' size, so that numbers do not depend on a clock."""
         world = self.rebuilt.parts.world
-        if world.device.type != "cuda":
-            return "vmap" if torch.Size(world.image_shape).numel() <= TINY else "loop"
-        few = list(weights[: self._width(min(len(weights), 8))])
-        rows = self.rows
-        self.rows = rows[:CHUNK]
-        try:
-            taken: dict[Way, float] = {}
-            for way in ("vmap", "loop", "vmap", "loop"):  # the first time of each is for warming up
-                torch.cuda.synchronize()
-                began = time.monotonic()
-                if way == "vmap":
-                    self._many(corners, few)
-                else:
-                    for row in few:
-                        self._one(self._sum(corners, row), CHUNK)
-                torch.cuda.synchronize()
-                taken[way] = time.monotonic() - began
-        except (RuntimeError, ValueError, NotImplementedError, TypeError):
-            return "loop"
-        finally:
-            self.rows = rows
-        return min(taken, key=lambda way: taken[way])
+        size = torch.Size(world.image_shape).numel()
+        if world.device.type == "cuda":
+            return "graph" if 4 * size * len(self.rows) <= torch.cuda.mem_get_info(world.device)[0] // 4 else "loop"
+        return "vmap" if size <= TINY else "loop"
+
+    def _one_by_one(self, error: BaseException) -> None:
+        warnings.warn(f"points are evaluated one by one: {first_line(error)}", stacklevel=3)
+        self.used = "loop"
 
     def _budget(self) -> int:
         """Images a launch, over all points of it."""
@@ -193,26 +191,67 @@ class Points:
         """sum_k w_k corner_k, statistics within the range the corners have."""
         return {name: blend([corner[name] for corner in corners], weights, name in self.buffers) for name in corners[0]}
 
+    def _captured(
+        self, corners: Sequence[State], weights: Sequence[Sequence[float]]
+    ) -> Callable[[int], tuple[Tensor, Tensor]]:
+        """A function that scores the n-th of the points: on a GPU one launch, with all images prepared beforehand."""
+        device = self.rebuilt.parts.world.device
+        rows = torch.tensor(weights, dtype=torch.float64, device=device)
+        given = rows[0].clone()
+        pieces = list(self._pieces())
+
+        def score() -> tuple[Tensor, Tensor]:
+            state = {n: device_blend([corner[n] for corner in corners], given, n in self.buffers) for n in corners[0]}
+            return self._one(state, pieces)
+
+        if device.type != "cuda":
+
+            def replay(number: int) -> tuple[Tensor, Tensor]:
+                given.copy_(rows[number])
+                return score()
+
+            return replay
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            score()  # compiles kernels and chooses algorithms
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            found = score()
+
+        def launch(number: int) -> tuple[Tensor, Tensor]:
+            given.copy_(rows[number])
+            graph.replay()
+            return found
+
+        return launch
+
     def _many(self, corners: Sequence[State], weights: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
         points = [self._sum(corners, row) for row in weights]
         stacked = {name: torch.stack([point[name] for point in points]) for name in points[0]}
         del points
-        return self._add_up(lambda piece: vmap(lambda state: self._score(state, piece))(stacked), CHUNK)
+        return self._add_up(lambda piece: vmap(lambda state: self._score(state, piece))(stacked), self._pieces())
 
-    def _one(self, state: dict[str, Tensor], size: int) -> tuple[Tensor, Tensor]:
+    def _one(self, state: dict[str, Tensor], pieces: Iterable[Piece]) -> tuple[Tensor, Tensor]:
         if self.batchnorm == "recalibrate":
             state = self._recalibrated(state)
-        return self._add_up(lambda piece: tuple(v[None] for v in self._score(state, piece)), size)
+        return self._add_up(lambda piece: tuple(v[None] for v in self._score(state, piece)), pieces)
 
-    def _add_up(self, score: Callable[[Piece], Any], size: int) -> tuple[Tensor, Tensor]:
+    def _pieces(self) -> Iterator[Piece]:
+        """The test images in the pieces of a run's own evaluation."""
         parts = self.rebuilt.parts
+        for start in range(0, len(self.rows), CHUNK):
+            with parts.world.autocast():
+                batch = parts.test.fetch(self.rows[start : start + CHUNK], None, ("test",))
+            yield Piece(batch.images, batch.labels, self.member[start : start + CHUNK])
+
+    def _add_up(self, score: Callable[[Piece], Any], pieces: Iterable[Piece]) -> tuple[Tensor, Tensor]:
         right: Any = 0
         lost: Any = 0
-        for start in range(0, len(self.rows), size):
-            batch = parts.test.fetch(self.rows[start : start + size], None, ("test",))
-            which = F.one_hot(self.member[start : start + size], len(self.counts)).double()
-            with parts.world.autocast():
-                r, value = score(Piece(batch.images, batch.labels, which))
+        for piece in pieces:
+            with self.rebuilt.parts.world.autocast():
+                r, value = score(piece)
             right, lost = right + r, lost + value
         return right, lost
 
