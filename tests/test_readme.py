@@ -32,6 +32,7 @@ from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
 from incvec.errors import DataError
 from incvec.methods import METHODS
+from incvec.presets import resolve
 from incvec.report import catalogue
 from tests.conftest import make_run, quick, same_record, same_weights
 from tests.data.test_aircraft_copy import shard
@@ -430,23 +431,33 @@ def test_a_result_is_pending_until_a_record_shows_otherwise(tmp_path: Path) -> N
         line = next(line for line in catalogue.catalogue(tmp_path).splitlines() if line.startswith(f"| `{name}` |"))
         return line.rstrip("| ").rpartition(" | ")[2]
 
-    def leave(folder: str, **changes: Any) -> None:
+    def leave(folder: str, accuracy: float, given: dict[str, Any], **changes: Any) -> None:
+        config = resolve({"method": "podnet", "dataset": "cifar100", **given})
         record = {
-            "method": "podnet", "addons": [], "dataset": "cifar100", "tasks": 5, "oracle": False, "seed": 0,
-            "accuracy": [[50.0]], "test_counts": [10], "metrics": {}, **changes,
+            "method": config.method, "addons": config.addons, "dataset": config.dataset, "tasks": config.tasks,
+            "oracle": False, "seed": config.seed, "accuracy": [[accuracy]], "test_counts": [10],
+            "metrics": {"AA": accuracy, "LA": accuracy, "FM": 10.0}, "config": config.resolved(), **changes,
         }  # fmt: skip
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "record.json").write_text(json.dumps(record))
 
-    leave("oracle", oracle=True)
+    leave("oracle", 70.0, {}, oracle=True)
     assert results_of("podnet") == results_of("ivt") == "pending"
-    leave("ivt", addons=["ivt"], tasks=25)
+    leave("ivt", 60.0, {"addons": ["ivt"], "tasks": 25})
     assert results_of("podnet") == "pending"
-    assert results_of("ivt") == "cifar100 (25 tasks)"
-    leave("ten", tasks=10)
-    leave("five")
-    leave("digits", dataset="digits", tasks=3)
-    assert results_of("podnet") == "cifar100 (5, 10 tasks); digits (3 tasks)"
+    assert results_of("ivt") == "cifar100, 25 tasks, podnet + ivt: not reached (AA 60.00, paper 61.74)"
+    leave("five", 62.6, {"tasks": 5})
+    leave("ten", 60.9, {"tasks": 10})
+    leave("other", 90.0, {"tasks": 25, "podnet": {"lr": 0.2}})
+    leave("digits", 90.0, {"dataset": "digits"})
+    assert results_of("podnet").split("; ") == [
+        "cifar100, 5 tasks: reproduced (AA 62.60, paper 64.00)",
+        "cifar100, 10 tasks: not reached (AA 60.90, paper 62.47)",
+        "cifar100, 25 tasks: run with other settings",
+        "digits, 3 tasks: run, without a number in the paper",
+    ]
+    leave("small", 50.0, {"method": "flyp", "variant": "lite", "tasks": 10})
+    assert results_of("flyp") == "cifar100, 10 tasks: run with lite0-minilm, not the paper's model"
     assert results_of("finetune") == "pending"
 
 

@@ -1,6 +1,7 @@
 """What `results/REPRODUCED.md` and a report say of pre-trained models: a table for each, headed with what it is.
 
 CLIP's stands beside the paper's numbers. Any other model's stands alone: its numbers are no reproduction of CLIP's.
+What IVT adds to it stands beside what it adds to CLIP in the paper, and says so.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def alone(part: Part, records: Records) -> list[str]:
 
 
 def gains(part: Part, records: Records, clip: bool) -> list[str]:
-    """What IVT adds, seed by seed; of CLIP, with what the paper says it adds."""
+    """What IVT adds, seed by seed, beside what it adds to CLIP in the paper."""
     theirs = paper_file()["pretrained"][part.dataset]["rows"]
     lines = []
     for tasks in part.tasks:
@@ -114,11 +115,15 @@ def gains(part: Part, records: Records, clip: bool) -> list[str]:
             ]  # fmt: skip
             if not pairs:
                 continue
-            texts = [spread([b[m] - a[m] for a, b in pairs if None not in (a[m], b[m])]) for m in ("AA", "LA", "FM")]
-            paper = theirs[f"{row} + ivt"][tasks][1] - theirs[row][tasks][1]
-            texts += [f"{paper:+.2f}"] if clip else []
+            texts = []
+            for place, m in enumerate(("AA", "LA", "FM")):
+                found = spread([b[m] - a[m] for a, b in pairs if None not in (a[m], b[m])])
+                texts.append(found if not found or found.startswith("-") else f"+{found}")
+                if place < 2:
+                    texts.append(f"{theirs[f'{row} + ivt'][tasks][place] - theirs[row][tasks][place]:+.2f}")
             lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
-    heads = ["host", "tasks", "AA", "LA", "FM", *(["LA, paper"] if clip else [])]
+    paper = "paper" if clip else "paper, with CLIP"
+    heads = ["host", "tasks", "AA", paper, "LA", paper, "FM"]
     head = ["", "IVT adds, in points:", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     return [*head, *lines] if lines else []
 
