@@ -119,7 +119,7 @@ class Points:
         right = torch.zeros(len(weights), len(self.counts), dtype=torch.float64, device=device)
         lost = torch.zeros_like(right)
         alone = [i for i, row in enumerate(weights) if sum(w != 0 for w in row) == 1 and 1 in row]
-        inner = [i for i in range(len(weights)) if i not in set(alone)]
+        inner = sorted(set(range(len(weights))) - set(alone))
         done = 0
 
         def keep(rows: Sequence[int], found: tuple[Tensor, Tensor]) -> None:
