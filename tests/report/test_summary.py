@@ -47,3 +47,16 @@ def test_the_figure_is_the_path_with_its_numbers(tmp_path: Path) -> None:
     assert "begins at 80.0 %: PODNet " in text
     lowest = min(80 - 15 * x / 50 - 36 * x / 50 * (1 - x / 50) for x in range(51))
     assert f"PODNet + IVT {lowest:.1f} at its lowest and 65.0 at the end (barrier 9.0)" in text
+    assert "measured anew" not in text
+    again = walk()
+    again["batchnorm"] = "recalibrate"
+    for curve in again["curves"]:
+        curve["barrier"]["accuracy"]["old"] = 0.25
+    (folder / "a-recalibrated-path.json").write_text(json.dumps(again))
+    (folder / "a-recalibrated-path.png").write_bytes(b"another picture")
+    text = results(tmp_path / "results")
+    assert "](results/figures/podnet-path.png)" in text
+    left = ", ".join("0.2" for _ in again["curves"])
+    assert text.endswith(f"measured anew at every point, the barriers are {left}.")
+    (folder / "a-recalibrated-path.json").write_text(json.dumps({**again, "task_to": again["task_to"] - 1}))
+    assert "measured anew" not in results(tmp_path / "results")  # another line

@@ -6,7 +6,7 @@ python -m incvec.report.catalogue --readme README.md
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,26 @@ def picture(folder: Path) -> str:
     """The path where there is one, else the oracle gap, with its numbers in words."""
     there = {file: read(file) or {} for file in (findings([folder]) if folder.is_dir() else [])}
     for kind in ("path", "gap"):
-        for file, found in there.items():
+        for file, found in sorted(there.items(), key=lambda item: item[1].get("batchnorm") == "recalibrate"):
             drawn = file.with_suffix(".png")
             if (found.get("kind"), found.get("dataset")) == (kind, DATASET) and drawn.is_file():
                 address = drawn.relative_to(folder.parent).as_posix()
-                return f"![{TITLES[kind]}]({address})\n\n{TELL[kind](found)}"
+                again = measured_anew(found, there.values()) if kind == "path" else ""
+                return f"![{TITLES[kind]}]({address})\n\n{TELL[kind](found)}{again}"
     return "Figure: not made yet."
+
+
+def measured_anew(path: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> str:
+    """What is left of a path's barriers on the same line with BatchNorm's statistics measured at every point."""
+    same = ("kind", "dataset", "task_from", "task_to", "start")
+    names = [run_name(curve) for curve in path["curves"]]
+    for other in others:
+        if other is path or other.get("batchnorm") != "recalibrate" or any(other.get(k) != path.get(k) for k in same):
+            continue
+        if [run_name(curve) for curve in other["curves"]] == names and path.get("batchnorm") == "interpolate":
+            left = ", ".join(f"{curve['barrier']['accuracy']['old']:.1f}" for curve in other["curves"])
+            return f" With BatchNorm's statistics measured anew at every point, the barriers are {left}."
+    return ""
 
 
 def tell_path(found: Mapping[str, Any]) -> str:
