@@ -149,6 +149,28 @@ def test_pretrained_models_stand_beside_the_paper_s_table_of_them() -> None:
     assert bars.bars[0].paper == 64.64
 
 
+def test_what_was_looked_at_on_held_out_images_is_in_no_picture() -> None:
+    """The choice of a rate has a table of its own; the data sets come in the paper's order."""
+    lite = {"a": pretrained("flyp", tasks=10, variant="lite")}
+    lite["b"] = pretrained("flyp", "ivt", tasks=10, variant="lite", fall=3.0)
+    for rate in (1e-3, 1e-5):
+        lite[f"{rate}"] = pretrained("flyp", tasks=10, variant="lite", held_out=10, stop_after=2, flyp={"lr": rate})
+    craft = pretrained("flyp", variant="lite")
+    craft = {**craft, "dataset": "aircraft", "config": {**craft["config"], "dataset": "aircraft"}}
+    parts = document.sections(entries_of({"0": craft, **lite}))
+    order = [part.slug.partition("-")[0] for part in parts]
+    assert order.index("cifar100") < order.index("aircraft")
+    sheets = {sheet.slug: sheet for part in parts for sheet in part.sheets}
+    assert [row.cells[1].text for row in sheets["cifar100-rate"].rows] == ["1e-05", "0.001"]
+    (row,) = sheets["cifar100-lite-gains"].rows
+    added = lite["b"]["metrics"]["AA"] - lite["a"]["metrics"]["AA"]
+    assert [cell.text for cell in row.cells[:5]] == ["FLYP", "10", "1", f"{added:+.2f}", "+16.12"]
+    assert len(row.cells) == len(sheets["cifar100-lite-gains"].columns)
+    drawn = json.dumps([document.chart_data(chart) for part in parts for chart in part.charts])
+    assert "held_out" not in drawn
+    assert "held_out" in json.dumps([[c.text for c in r.cells] for r in sheets["cifar100-all"].rows])
+
+
 def test_gains_are_paired_with_their_standard_error() -> None:
     records = {f"{s}": sample(seed=s) for s in range(3)}
     records |= {f"ivt-{s}": sample("podnet", "ivt", seed=s, fall=3.0 + 0.3 * s) for s in range(4)}

@@ -38,7 +38,9 @@ def sections(entries: Sequence[Entry], findings: Sequence[labs.Finding] = ()) ->
     """All of the report, data set by data set; parts that would be empty are left out."""
     groups = group(entries)
     found: list[Section] = []
-    for dataset in dict.fromkeys(each.dataset for each in groups):
+    usual = [*reproduced.paper(), *reproduced.paper_file()["pretrained"]]  # the paper's order, then by name
+    names = sorted({each.dataset for each in groups})
+    for dataset in sorted(names, key=lambda name: usual.index(name) if name in usual else len(usual)):
         found += dataset_sections(dataset, groups, [e for e in entries if e.record["dataset"] == dataset])
     how = Section("how-it-was-run", "How it was run", (contents.how_sheet(groups), contents.record_sheet(entries)), ())
     tables = tuple(table for finding in findings if (table := labs.path_sheet(finding)))
@@ -49,8 +51,9 @@ def sections(entries: Sequence[Entry], findings: Sequence[labs.Finding] = ()) ->
 
 def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Entry]) -> Iterator[Section]:
     groups = [each for each in every if each.dataset == dataset]
-    streams = sorted({each.stream for each in groups})
-    chosen = panels(groups)
+    tested = [each for each in groups if not each.first.record["config"].get("held_out")]  # by test images
+    streams = sorted({each.stream for each in tested})
+    chosen = panels(tested)
 
     def part(slug: str, title: str, sheets: Sequence[Sheet | None], drawn: Sequence[Chart | None]) -> Section:
         heading = f"{style.dataset(dataset)}: {title}"
@@ -58,17 +61,17 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
         return Section(f"{dataset}-{slug}", heading, *kept)
 
     yield part("ivt", "what IVT adds", [contents.gain_sheet(dataset, entries)], charts.gain_charts(dataset, entries))
-    last = [charts.last_chart(stream, groups) for stream in streams]
+    last = [charts.last_chart(stream, tested) for stream in streams]
     scratch = [entry.record for entry in entries if not pretrained.starts_pretrained(entry.record)]
     sheets = [*contents.paper_sheets(entries), *(ablations.sheets(dataset, scratch) if scratch else [])]
     sheets += pretrained.sheets(dataset, [entry.record for entry in entries])
     known = dataset in reproduced.paper() or dataset in reproduced.paper_file()["pretrained"]
     yield part("paper", "beside the paper" if known else "after the last task", sheets, last)
-    gap = contents.gap_sheet(dataset, groups)
+    gap = contents.gap_sheet(dataset, tested)
     yield part("tasks", "task after task", [gap], [charts.accuracy_chart(panel) for panel in chosen])
     yield part("matrices", "accuracy by task", [], [heat for panel in chosen for heat in charts.heat_charts(panel)])
-    settings: list[Chart | None] = [*charts.switch_charts(groups), *charts.sweep_charts(groups)]
-    settings += [charts.time_chart(stream, groups) for stream in streams]
+    settings: list[Chart | None] = [*charts.switch_charts(tested), *charts.sweep_charts(tested)]
+    settings += [charts.time_chart(stream, tested) for stream in streams]
     yield part("settings", "settings and time", [], settings)
     yield part("runs", "all that was run", [contents.group_sheet(dataset, groups)], [])
 

@@ -6,14 +6,14 @@ What IVT adds to it stands beside what it adds to CLIP in the paper, and says so
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from incvec.methods import find_method
 from incvec.presets import changed_settings
 from incvec.report import style
-from incvec.report.reproduced import Comparison, known, made_from, paper_file, row_name, spread
+from incvec.report.reproduced import Comparison, known, made_from, minus, paper_file, row_name, spread
 from incvec.report.sheet import Cell, Column, Row, Sheet, number, word
 from incvec.report.sheet import spread as sheet_spread
 
@@ -100,44 +100,78 @@ def alone(part: Part, records: Records) -> list[str]:
     return lines
 
 
-def gains(part: Part, records: Records, clip: bool) -> list[str]:
-    """What IVT adds, seed by seed, beside what it adds to CLIP in the paper."""
+def gain_rows(part: Part, records: Records) -> Iterator[tuple[str, int, list[Comparison]]]:
+    """What IVT adds to a host, seed by seed, beside what it adds to CLIP in the paper (whose FM is another measure)."""
     theirs = paper_file()["pretrained"][part.dataset]["rows"]
-    lines = []
-    for tasks in part.tasks:
-        for row in part.rows:
-            pairs = [
-                (plain["metrics"], ivt["metrics"])
-                for plain in records for ivt in records
-                if (row_name(plain), row_name(ivt)) == (row, f"{row} + ivt")
-                and plain["tasks"] == ivt["tasks"] == tasks and plain["seed"] == ivt["seed"]
-                and plain.get("order_seed") == ivt.get("order_seed")
-            ]  # fmt: skip
-            if not pairs:
-                continue
-            texts = []
+    for tasks, row in ((tasks, row) for tasks in part.tasks for row in part.rows):
+        pairs = [
+            (plain["metrics"], ivt["metrics"])
+            for plain in records for ivt in records
+            if (row_name(plain), row_name(ivt)) == (row, f"{row} + ivt")
+            and plain["tasks"] == ivt["tasks"] == tasks and plain["seed"] == ivt["seed"]
+            and plain.get("order_seed") == ivt.get("order_seed")
+        ]  # fmt: skip
+        if pairs:
+            values = []
             for place, m in enumerate(("AA", "LA", "FM")):
-                found = spread([b[m] - a[m] for a, b in pairs if None not in (a[m], b[m])])
-                texts.append(found if not found or found.startswith("-") else f"+{found}")
-                if place < 2:
-                    texts.append(f"{theirs[f'{row} + ivt'][tasks][place] - theirs[row][tasks][place]:+.2f}")
-            lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
+                paper = theirs[f"{row} + ivt"][tasks][place] - theirs[row][tasks][place] if place < 2 else None
+                values.append(Comparison(known(minus(b[m], a[m]) for a, b in pairs), paper))
+            yield row, tasks, values
+
+
+def gains(part: Part, records: Records, clip: bool) -> list[str]:
+    lines = []
+    for row, tasks, values in gain_rows(part, records):
+        texts = []
+        for value in values:
+            found = spread(value.ours) if value.ours else ""
+            texts.append(found if not found or found.startswith("-") else f"+{found}")
+            texts += [f"{value.paper:+.2f}"] if value.paper is not None else []
+        lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
     paper = "paper" if clip else "paper, with CLIP"
     heads = ["host", "tasks", "AA", paper, "LA", paper, "FM"]
     head = ["", "IVT adds, in points:", "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     return [*head, *lines] if lines else []
 
 
+def gain_sheet(part: Part, records: Records) -> Sheet | None:
+    """The same for a report, of a model that is not the paper's."""
+    rows = []
+    for row, tasks, (average, last, forgetting) in gain_rows(part, records):
+        cells = [word(style.label(row)), number(tasks, "d"), number(len(average.ours), "d")]
+        for value in (average, last):
+            cells += [sheet_spread(value, "+.2f", error=True), number(value.paper, "+.2f")]
+        rows.append(Row((*cells, sheet_spread(forgetting, "+.2f", error=True))))
+    columns = [Column("host", number=False), Column("tasks"), Column("seeds")]
+    columns += [Column(label, heading) for heading in ("AA ↑", "LA ↑") for label in ("ours", "paper, with CLIP")]
+    note = f"{LITE_TITLE}. With IVT minus without, paired by seed, in points."
+    title = f"Not CLIP: {part.title}: what IVT adds"
+    return Sheet(f"{part.dataset}-lite-gains", title, (*columns, Column("FM ↓")), tuple(rows), note) if rows else None
+
+
 def sheets(dataset: str, records: Records) -> list[Sheet]:
     """The tables for a report, of those models that were run."""
     records = [r for r in records if starts_pretrained(r)]
-    made = []
+    made: list[Sheet] = []
     for clip, parts in ((True, clip_parts()), (False, lite_parts())):
         for part in parts:
             own = chosen(part, "paper" if clip else "lite", records)
             if part.dataset == dataset and own:
-                made.append(part_sheet(part, own, clip))
-    return made
+                added = None if clip else gain_sheet(part, own)
+                made += [part_sheet(part, own, clip), *([added] if added else [])]
+    tried = [r for r in rate_records(records) if r["dataset"] == dataset]
+    return [*made, rate_sheet(dataset, tried)] if tried else made
+
+
+def rate_sheet(dataset: str, records: Records) -> Sheet:
+    rows = []
+    for r in records:
+        rate = r["config"][r["method"]]["lr"]
+        cells = [word(style.label(row_name(r))), Cell(f"{rate:g}", rate)]
+        rows.append(Row((*cells, number(r["metrics"]["AA"]), number(r["metrics"]["LA"]))))
+    columns = (Column("run", number=False), Column("rate"), Column("AA ↑"), Column("LA ↑"))
+    note = "On training images held out of the first tasks; test images had no say."
+    return Sheet(f"{dataset}-rate", "Not CLIP: the choice of the learning rate", columns, tuple(rows), note)
 
 
 def part_sheet(part: Part, records: Records, clip: bool) -> Sheet:
@@ -201,13 +235,19 @@ def section(records: Records) -> list[str]:
     return lines
 
 
+def rate_records(records: Records) -> list[Mapping[str, Any]]:
+    """The runs that chose the learning rate, by rate."""
+    own = [r for r in records if r["config"].get("held_out") and r["config"]["variant"] == "lite"]
+    return sorted(own, key=lambda r: float(r["config"][r["method"]]["lr"]))
+
+
 def rates(records: Records) -> list[str]:
     """The choice of the learning rate."""
-    own = [r for r in records if r["config"].get("held_out") and r["config"]["variant"] == "lite"]
+    own = rate_records(records)
     if not own:
         return []
     lines = ["", "### The learning rate, on held-out training images", "", "| rate | AA | LA |", "|---|---|---|"]
-    for r in sorted(own, key=lambda r: r["config"][r["method"]]["lr"]):
+    for r in own:
         lines.append(f"| {r['config'][r['method']]['lr']:g} | {r['metrics']['AA']:.2f} | {r['metrics']['LA']:.2f} |")
     return lines
 
