@@ -10,6 +10,19 @@ from rich.console import Console
 
 from incvec.errors import DataError
 from incvec.report import tables
+from tests.report.samples import sample
+
+
+def test_runs_of_other_settings_are_told_apart() -> None:
+    """Alone a row has its name only; where two would read alike, their settings, or the folder."""
+    usual, other = sample("podnet", "ivt"), sample("podnet", "ivt", ivt={"interval": 5})
+    assert [row.apart for row in tables.rows([usual, sample(), sample(seed=1)])] == [None] * 3
+    found = tables.rows([usual, other, sample()], ["runs/a/record.json", "runs/b/record.json", "runs/c/record.json"])
+    assert [row.apart for row in found] == ["a", "ivt.interval=5", None]
+    assert "| podnet + ivt (ivt.interval=5) | cifar100 |" in tables.markdown(found)
+    text = io.StringIO()
+    Console(file=text, width=80).print(tables.rich_table(found))
+    assert "  ivt.interval=5" in text.getvalue()
 
 
 def record(la: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any) -> dict[str, Any]:

@@ -68,9 +68,11 @@ def locate(root: str | Path | None) -> Path:
 def read_checked(folder: Path, name: str) -> bytes:
     """The bytes of a file, once they are known to be the published ones."""
     path, published = folder / name, FILES[name]
-    remedy = "Delete it and ask for the download, or copy the official file there."
+    remedy = "Delete it and ask for the download (--download), or copy the official file there."
     if not path.is_file():
-        raise DataError(f"{path} is missing. Ask for the download, or unpack {URL} into {folder.parent}.")
+        raise DataError(
+            f"{path} is missing. Ask for the download (--download), or unpack {URL} into the folder {folder.parent}"
+        )
     try:
         size = path.stat().st_size
         if size != published.size:

@@ -50,8 +50,7 @@ DATASETS: Mapping[str, Entry] = {
     ),
     "tiny-imagenet-100": Entry(
         "100 of Tiny-ImageNet's 200 classes: 50,000 training and 5,000 validation images, 64 x 64, packed or as files",
-        "Le and Yang, Tiny ImageNet visual recognition challenge, 2015, http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-        " (classes: https://www.image-net.org)",
+        "Le and Yang, Tiny ImageNet visual recognition challenge, 2015, https://cs231n.stanford.edu/tiny-imagenet-200.zip",
     ),
     "packed": Entry(
         "any packed store of your own images, made by the command data pack",

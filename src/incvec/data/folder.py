@@ -115,7 +115,11 @@ def class_files(folder: Path, only: Collection[str] | None = None) -> tuple[dict
     if only is not None:
         names = [name for name in names if name in only]
     if len(names) < 2:
-        raise DataError(f"{folder} holds {len(names)} class folder(s), expected one for each of 2 classes or more")
+        packed = (folder / "store.json").is_file()
+        hint = ". It is a packed store: open it with --dataset packed" if packed else ""
+        raise DataError(
+            f"{folder} holds {len(names)} class folder(s), expected one for each of 2 classes or more{hint}"
+        )
     files: dict[str, list[Path]] = {}
     ignored = 0
     for name in names:

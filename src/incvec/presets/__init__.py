@@ -110,7 +110,8 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     fields = set(RunConfig.model_fields) - {"sections"}
     for key in given:
         if key not in fields:
-            other = " (its method or add-on is not part of this run)" if key in METHODS or key in ADDONS else ""
+            other = " (its method is not part of this run)" if key in METHODS else ""
+            other = f" (that add-on is not part of this run: add it with --addon {key})" if key in ADDONS else other
             owners = [name for name, section in sections.items() if key in section]
             hint = f" Did you mean '{owners[0]}.{key}'?" if owners else nearest(key, [*fields, *kinds])
             raise ConfigError(f"unknown setting {key!r}{other}.{hint}")

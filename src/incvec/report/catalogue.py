@@ -34,9 +34,10 @@ OPENING = """# What exists
 
 Every name here is one for `incvec run`: `--method`, `--addon` (with any method, in any number, unless one refuses),
 `--dataset`. A preset holds a component's settings for one data set: for `cifar100` those of the IVT paper, for
-`digits` quick ones of our own; in brackets are variants for `--variant`. Results are `pending` until records of real
-runs lie under `results/`; reproduced means that AA and LA are at most 1.5 points below the IVT paper's, with its
-settings. What is not listed there has not been run."""
+`digits` quick ones of our own; in brackets are variants for `--variant` (an add-on's `pretrained` is taken by itself
+with models that start pre-trained). Results are `pending` until records of real runs lie under `results/`; reproduced
+means that AA and LA are at most 1.5 points below the IVT paper's, with its settings. What is not listed there has not
+been run."""
 
 NEAR = 1.5  # points
 

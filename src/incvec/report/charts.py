@@ -11,7 +11,7 @@ from typing import Any, Literal
 from incvec.records import title
 from incvec.report import style
 from incvec.report.reproduced import METRICS, Comparison, compare_gains, is_standard, paper_rows, settings_text
-from incvec.report.study import Entry, Group, Panel, Stream
+from incvec.report.study import Entry, Group, Panel, Stream, host_text
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def last_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
         record = each.first.record
         theirs = paper_rows(stream.dataset, record["method"]).get(each.name, {})
         known = theirs.get(stream.tasks) if is_standard(record) else None
-        changes = settings_text(each.first.host_changes)
+        changes = host_text(each.first)
         label = each.label + (f" ({changes})" if changes else "")
         mean = statistics.mean(values)
         bars.append(

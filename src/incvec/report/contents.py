@@ -58,8 +58,9 @@ def paper_sheets(entries: Sequence[Entry]) -> list[Sheet]:
 
 def gain_sheet(dataset: str, entries: Sequence[Entry]) -> Sheet | None:
     """Paired differences with and without IVT."""
-    rows = []
+    rows, hosts = [], set()
     for (host, tasks), values in compare_gains(dataset, [entry.record for entry in entries]).items():
+        hosts.add(host)
         cells = [word(style.label(host)), number(tasks, "d"), number(len(values[0].ours), "d")]
         for value in values:
             cells += [spread(value, "+.2f", error=True), number(value.paper, "+.2f")]
@@ -69,7 +70,7 @@ def gain_sheet(dataset: str, entries: Sequence[Entry]) -> Sheet | None:
     columns = [Column("host", number=False), Column("increments"), Column("seeds")]
     columns += [Column(label, ARROWS[m]) for m in METRICS for label in ("ours", "paper")]
     note = "With IVT minus without, paired by seed, in points; ± standard error of the mean where there are more seeds."
-    if any(starts_pretrained(entry.record) for entry in entries):
+    if any(starts_pretrained(entry.record) and entry.record["method"] in hosts for entry in entries):
         note += " The paper's FM of pre-trained models is another measure, so what IVT adds to it is left out."
     return Sheet(f"{dataset}-gains", f"{style.dataset(dataset)}: what IVT adds", tuple(columns), tuple(rows), note)
 

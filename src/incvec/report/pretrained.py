@@ -54,6 +54,10 @@ def starts_pretrained(record: Mapping[str, Any]) -> bool:
     return find_method(record["method"]).pretrained
 
 
+def is_clip(record: Mapping[str, Any]) -> bool:
+    return starts_pretrained(record) and record["config"][record["method"]]["net"] == "clip"
+
+
 def chosen(part: Part, variant: str, records: Records) -> list[Mapping[str, Any]]:
     """The records that belong in a table: the variant's own settings, all classes of the part, no oracle."""
     found = []

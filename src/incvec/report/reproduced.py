@@ -277,6 +277,7 @@ def bound_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]
         name = row_name(config.resolved()) + (" (oracle)" if config.oracle else "")
         length = 1 if config.method == "joint" else config.tasks
         closed = f"{100 * statistics.mean(shares):.0f} %" if shares else ""
+        closed += f" ({len(shares)} of {len(cell)} seeds)" if 0 < len(shares) < len(cell) else ""
         lines.append(f"| {name} | {length} | {len(cell)} | " + " | ".join([*texts, closed]) + " |")
     return lines
 

@@ -145,6 +145,11 @@ class Group:
         return [spent for entry in self.entries if (spent := entry.increments_seconds) is not None]
 
 
+def host_text(entry: Entry) -> str:
+    """Changed settings of the method, for a picture: a model that stands in for CLIP is named."""
+    return settings_text(entry.host_changes).replace("variant=lite", "lite0-minilm, not CLIP")
+
+
 @dataclass(frozen=True)
 class Panel:
     """What belongs into one picture: a method on one stream, with and without add-ons, its oracle, and joint."""
@@ -167,7 +172,7 @@ class Panel:
     @property
     def stream(self) -> str:
         """`CIFAR-100, 5 increments`, and settings of the method that were changed."""
-        changes = settings_text(self.first.first.host_changes)
+        changes = host_text(self.first.first)
         return str(self.first.stream) + (f", {changes}" if changes else "")
 
     @property

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from incvec.config import digest
-from incvec.errors import DataError
+from incvec.errors import ConfigError, DataError
 from incvec.metrics import gap_closed
+from incvec.presets import changed_settings
 from incvec.records import title
 
 # What two runs may differ in and still be the plain method and the oracle of one another.
@@ -35,11 +39,12 @@ class Row:
     gap_closed: float | None
     seconds: float | None
     path: str | None = None
+    apart: str | None = None  # what tells it from rows that would read alike
 
     def cells(self) -> list[str]:
         """What is shown, heading by heading."""
         return [
-            self.run,
+            self.run + (f" ({self.apart})" if self.apart else ""),
             self.dataset,
             str(self.tasks),
             str(self.seed),
@@ -100,7 +105,25 @@ def rows(records: Sequence[Mapping[str, Any]], paths: Sequence[str] | None = Non
                 path=None if paths is None else paths[number],
             )
         )
-    return found
+    alike = Counter(map(named, found))
+    return [
+        replace(row, apart=apart(record, row.path)) if alike[named(row)] > 1 else row
+        for row, record in zip(found, records, strict=True)
+    ]
+
+
+def named(row: Row) -> tuple[str, str, int, int]:
+    return row.run, row.dataset, row.tasks, row.seed
+
+
+def apart(record: Mapping[str, Any], path: str | None) -> str | None:
+    """The settings a run changed; the folder of one that has its presets'."""
+    try:
+        changes = changed_settings(record["config"]) if record.get("config") else {}
+    except ConfigError:  # of a method or add-on that is not here
+        changes = {}
+    told = ", ".join(f"{key}={value}" for key, value in changes.items())
+    return told or (Path(path).parent.name if path else None)
 
 
 def metric(record: Mapping[str, Any], name: str) -> float:
@@ -131,7 +154,9 @@ def rich_table(found: Sequence[Row], heading: str | None = None) -> Table:
             name, justify="right" if name in NUMBERS else "left", no_wrap=name != "gap closed", overflow="fold"
         )
     for row in found:
-        table.add_row(*row.cells(), style="dim" if row.run.endswith(" oracle") else None)
+        first, *rest = row.cells()
+        run = f"{row.run}\n  {escape(row.apart)}" if row.apart else first
+        table.add_row(run, *rest, style="dim" if row.run.endswith(" oracle") else None)
     return table
 
 
