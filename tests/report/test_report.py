@@ -168,6 +168,11 @@ def test_what_was_looked_at_on_held_out_images_is_in_no_picture() -> None:
     assert len(row.cells) == len(sheets["cifar100-lite-gains"].columns)
     drawn = json.dumps([document.chart_data(chart) for part in parts for chart in part.charts])
     assert "held_out" not in drawn
+    assert "variant=lite" not in drawn
+    assert "lite0-minilm, not CLIP" in drawn
+    titles = [part.title for part in parts]
+    assert "CIFAR-100: after the last task" in titles  # beside the paper stands what is comparable with it
+    assert not [title for title in titles if "beside the paper" in title]
     assert "held_out" in json.dumps([[c.text for c in r.cells] for r in sheets["cifar100-all"].rows])
 
 

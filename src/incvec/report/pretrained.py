@@ -235,7 +235,7 @@ def section(records: Records) -> list[str]:
         own = chosen(part, "lite", records)
         lines += ["", f"### Not CLIP: {part.title}", "", *alone(part, own), *gains(part, own, False)]
         lite += own
-    lines += rates(records) + made_from(lite) + others([r for r in records if r not in used and r not in lite])
+    lines += rates(records) + made_from([*lite, *rate_records(records)]) + others([r for r in records if r not in used and r not in lite])
     return lines
 
 
