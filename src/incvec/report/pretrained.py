@@ -235,8 +235,8 @@ def section(records: Records) -> list[str]:
         own = chosen(part, "lite", records)
         lines += ["", f"### Not CLIP: {part.title}", "", *alone(part, own), *gains(part, own, False)]
         lite += own
-    lines += rates(records) + made_from([*lite, *rate_records(records)]) + others([r for r in records if r not in used and r not in lite])
-    return lines
+    lines += rates(records) + made_from([*lite, *rate_records(records)])
+    return lines + others([r for r in records if r not in used and r not in lite])
 
 
 def rate_records(records: Records) -> list[Mapping[str, Any]]:
