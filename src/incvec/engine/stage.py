@@ -244,6 +244,12 @@ class StageLoop:
                 tensor.copy_(state[name])
 
 
+def copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each tensor with a copy of it; one that is there by two names is copied once."""
+    distinct = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in tensors}
+    return [(tensor, tensor.clone()) for tensor in distinct.values()]
+
+
 def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[torch.Generator], compiled: bool) -> None:
     """Turn the loop's step into one CUDA graph.
 
@@ -251,7 +257,7 @@ def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[to
     optimiser state, so everything in `live` is put back afterwards, also where a step fails; the capture itself
     executes nothing.
     """
-    saved = {name: tensor.clone() for name, tensor in live.items()}
+    saved = copies(live.values())
     try:
         with fusing(compiled):
             for _ in range(WARMUP_STEPS):
@@ -259,8 +265,8 @@ def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[to
                 loop.step()
     finally:
         with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
+            for tensor, before in saved:
+                tensor.copy_(before)
         loop.cursor.zero_()
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
