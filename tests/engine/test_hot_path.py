@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from incvec.addons import ADDONS
 from incvec.data import Dataset
