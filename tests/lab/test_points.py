@@ -12,7 +12,7 @@ from torch import Tensor
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.lab import snapshot_model
-from incvec.lab.paths import blend, device_blend
+from incvec.lab.paths import blend
 from incvec.lab.points import Points, Scores, spaced
 from incvec.nets.heads import ProxyHead
 from tests.conftest import make_run, quick
@@ -157,13 +157,15 @@ def test_sums_by_weights_on_the_device() -> None:
     for weights in ((0.5, 0.2, 0.3), (0.1, 1.7, -0.8), (-0.25, 0.25, 1.0)):
         given = torch.tensor(weights, dtype=torch.float64)
         for bounded in (False, True):
-            assert torch.equal(device_blend(corners, given, bounded), blend(corners, weights, bounded))
-        assert torch.equal(device_blend(counts, given, True), blend(counts, weights, True))
+            assert torch.equal(blend(corners, given, bounded), blend(corners, weights, bounded))
+        plain = sum(w * corner for w, corner in zip(weights, corners, strict=True))
+        assert torch.equal(blend(corners, given, False), plain)
+        assert torch.equal(blend(counts, given, True), counts[weights.index(max(weights))])
 
 
 @pytest.mark.parametrize("method", ["podnet", "finetune"])
 def test_a_plane_replayed(method: str, few: Dataset, tmp_path: Path) -> None:
-    """Weights below 0 among them, and where a replay cannot be made, the points are done all the same."""
+    """Weights below 0 among them, and a point that is one of the states."""
     finish(make_run(few, tmp_path, quick(method)))
     end = snapshot_model(tmp_path, 2, few)
     start = snapshot_model(tmp_path, 0, few, grow_to=2).state()

@@ -25,6 +25,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from incvec.data.dataset import Dataset
+from incvec.data.packed import is_store
 from incvec.errors import ConfigError, DataError
 
 T = TypeVar("T")
@@ -115,8 +116,7 @@ def class_files(folder: Path, only: Collection[str] | None = None) -> tuple[dict
     if only is not None:
         names = [name for name in names if name in only]
     if len(names) < 2:
-        packed = (folder / "store.json").is_file()
-        hint = ". It is a packed store: open it with --dataset packed" if packed else ""
+        hint = ". It is a packed store: open it with --dataset packed" if is_store(folder) else ""
         raise DataError(
             f"{folder} holds {len(names)} class folder(s), expected one for each of 2 classes or more{hint}"
         )

@@ -70,31 +70,24 @@ def between(a: Tensor, b: Tensor, x: float) -> Tensor:
     return a if x < 0.5 else b
 
 
-def blend(corners: Sequence[Tensor], weights: Sequence[float], bounded: bool) -> Tensor:
+def blend(corners: Sequence[Tensor], weights: Sequence[float] | Tensor, bounded: bool) -> Tensor:
     """sum_k w_k corner_k; where `bounded`, never outside of the corners' range (a variance must not become
-    negative); of integers those of the corner that weighs most."""
-    if not corners[0].is_floating_point():
-        return corners[max(range(len(weights)), key=lambda k: weights[k])]
-    total = weights[0] * corners[0]
-    for weight, corner in zip(weights[1:], corners[1:], strict=True):
-        total = total + weight * corner
-    if bounded and min(weights) < 0:
-        given = torch.stack(list(corners))
-        total = total.clamp(given.amin(0), given.amax(0))
-    return total
+    negative); of integers those of the corner that weighs most.
 
-
-def device_blend(corners: Sequence[Tensor], weights: Tensor, bounded: bool) -> Tensor:
-    """`blend` with weights that the device alone knows, for a step that is captured."""
-    if not corners[0].is_floating_point():
-        return torch.stack(list(corners)).index_select(0, weights.argmax()[None])[0]
-    total = weights[0] * corners[0]
-    for weight, corner in zip(weights[1:], corners[1:], strict=True):
+    No weight is read by the host, so that a step with weights in a tensor can be captured.
+    """
+    first = corners[0]
+    floating = first.is_floating_point()
+    w = torch.as_tensor(weights, dtype=first.dtype if floating else torch.float32, device=first.device)
+    if not floating:
+        return torch.stack(list(corners)).index_select(0, w.argmax()[None])[0]
+    total = w[0] * first
+    for weight, corner in zip(w[1:], corners[1:], strict=True):
         total = total + weight * corner
     if not bounded:
         return total
     given = torch.stack(list(corners))
-    return torch.where(weights.min() < 0, total.clamp(given.amin(0), given.amax(0)), total)
+    return torch.where(w.min() < 0, total.clamp(given.amin(0), given.amax(0)), total)
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ from torch.func import functional_call, vmap
 from incvec.addons.merging import class_outputs
 from incvec.data import ImageSource
 from incvec.errors import DataError
-from incvec.lab.paths import State, blend, device_blend
+from incvec.lab.paths import State, blend
 from incvec.lab.snapshots import CHUNK, Rebuilt
 from incvec.nets.heads import ProxyHead
 
@@ -187,45 +187,29 @@ class Points:
 
     # A point, or some -----------------------------------------------------------------------------------
 
-    def _sum(self, corners: Sequence[State], weights: Sequence[float]) -> dict[str, Tensor]:
+    def _sum(self, corners: Sequence[State], weights: Sequence[float] | Tensor) -> dict[str, Tensor]:
         """sum_k w_k corner_k, statistics within the range the corners have."""
         return {name: blend([corner[name] for corner in corners], weights, name in self.buffers) for name in corners[0]}
 
     def _captured(
         self, corners: Sequence[State], weights: Sequence[Sequence[float]]
     ) -> Callable[[int], tuple[Tensor, Tensor]]:
-        """A function that scores the n-th of the points: on a GPU one launch, with all images prepared beforehand."""
+        """A function that scores the n-th of the points, with all images prepared beforehand: one launch on a GPU."""
         device = self.rebuilt.parts.world.device
         rows = torch.tensor(weights, dtype=torch.float64, device=device)
         given = rows[0].clone()
         pieces = list(self._pieces())
 
         def score() -> tuple[Tensor, Tensor]:
-            state = {n: device_blend([corner[n] for corner in corners], given, n in self.buffers) for n in corners[0]}
-            return self._one(state, pieces)
+            return self._one(self._sum(corners, given), pieces)
 
-        if device.type != "cuda":
+        replay = captured(score, device) if device.type == "cuda" else score
 
-            def replay(number: int) -> tuple[Tensor, Tensor]:
-                given.copy_(rows[number])
-                return score()
-
-            return replay
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            score()  # compiles kernels and chooses algorithms
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            found = score()
-
-        def launch(number: int) -> tuple[Tensor, Tensor]:
+        def nth(number: int) -> tuple[Tensor, Tensor]:
             given.copy_(rows[number])
-            graph.replay()
-            return found
+            return replay()
 
-        return launch
+        return nth
 
     def _many(self, corners: Sequence[State], weights: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
         points = [self._sum(corners, row) for row in weights]
@@ -294,6 +278,24 @@ class Points:
                 module.train(training)
                 module.momentum = momentum
         return fresh
+
+
+def captured(score: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The function as a CUDA graph; what it gives is overwritten by the next call."""
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        score()  # compiles kernels and chooses algorithms
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        found = score()
+
+    def replay() -> tuple[Tensor, Tensor]:
+        graph.replay()
+        return found
+
+    return replay
 
 
 def spaced(rows: Tensor, count: int) -> Tensor:

@@ -25,7 +25,6 @@ from incvec.methods import find_method
 from incvec.presets import SETTINGS, resolve
 
 CHUNK = 500  # test images a launch
-NEED_ROOT = ("folder", "packed")  # data sets with no usual place
 
 
 @dataclass
@@ -139,7 +138,7 @@ def command(config: RunConfig, out: str | Path | None = None, **changes: Any) ->
     for name in given["addons"]:
         words += ["--addon", name]
     words += ["--dataset", given["dataset"], "--tasks", str(given["tasks"]), "--seed", str(given["seed"])]
-    words += ["--data-root", "DATA"] if given["dataset"] in NEED_ROOT else []
+    words += ["--data-root", "DATA"] if given["dataset"] != "digits" else []  # those are embedded
     words += ["--oracle"] if given["oracle"] else []
     words += ["--variant", given["variant"]] if given["variant"] != "paper" else []
     for key in (name for name in SETTINGS if name != "variant"):

@@ -23,6 +23,7 @@ from incvec.nets.dual import DUALS
 from incvec.presets import presets
 from incvec.records import find_records, read_record
 from incvec.report import summary
+from incvec.report.pretrained import is_clip, starts_pretrained
 from incvec.report.reproduced import Comparison, cell_text, known, paper_rows, row_name, standard_cells
 
 Record = Mapping[str, Any]
@@ -98,8 +99,8 @@ def verdict(dataset: str, row: str, tasks: int, records: Sequence[Record]) -> st
     theirs = paper_rows(dataset, records[0]["method"]).get(row, {}).get(tasks)
     cell = standard_cells(dataset, records).get((row, tasks))
     if cell is None:
-        small = all(record["config"].get("variant") == "lite" for record in records)
-        return "run with lite0-minilm, not the paper's model" if small else "run with other settings"
+        nets = {r["config"][r["method"]]["net"] for r in records if starts_pretrained(r) and not is_clip(r)}
+        return f"run with {listed(sorted(nets))}, not the paper's model" if nets else "run with other settings"
     if theirs is None:
         return "run, without a number in the paper"
     values = {m: Comparison(known(each[m] for each in cell.values()), theirs[n]) for n, m in enumerate(("AA", "LA"))}

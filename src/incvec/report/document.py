@@ -66,7 +66,8 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
     sheets = [*contents.paper_sheets(entries), *(ablations.sheets(dataset, scratch) if scratch else [])]
     sheets += pretrained.sheets(dataset, [entry.record for entry in entries])
     clip = any(pretrained.is_clip(entry.record) for entry in entries)
-    known = (scratch and dataset in reproduced.paper()) or (clip and dataset in reproduced.paper_file()["pretrained"])
+    comparable = (reproduced.paper() if scratch else ()), (reproduced.paper_file()["pretrained"] if clip else ())
+    known = any(dataset in names for names in comparable)
     yield part("paper", "beside the paper" if known else "after the last task", sheets, last)
     gap = contents.gap_sheet(dataset, tested)
     yield part("tasks", "task after task", [gap], [charts.accuracy_chart(panel) for panel in chosen])

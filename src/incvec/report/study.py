@@ -147,7 +147,9 @@ class Group:
 
 def host_text(entry: Entry) -> str:
     """Changed settings of the method, for a picture: a model that stands in for CLIP is named."""
-    return settings_text(entry.host_changes).replace("variant=lite", "lite0-minilm, not CLIP")
+    named = {"variant=lite": "lite0-minilm, not CLIP"}
+    parts = [settings_text({key: value}) for key, value in entry.host_changes.items()]
+    return ", ".join(named.get(part, part) for part in parts)
 
 
 @dataclass(frozen=True)
