@@ -170,6 +170,8 @@ def test_the_command_of_a_run_makes_that_run(finished: Finished) -> None:
     assert words[-2:] == ["--out", "out"]
     subset = resolve({"method": "podnet", "dataset": "imagenet-subset", "class_list": "cmc", "held_out": 5})
     assert {'class_list="cmc"', "held_out=5"} == {word for word in shlex.split(command(subset)) if "_" in word}
+    assert "--data-root DATA" in command(subset)
+    assert "--data-root" not in words  # the digits are embedded
 
 
 def test_words_of_the_figures(
