@@ -23,6 +23,10 @@ def test_runs_of_other_settings_are_told_apart() -> None:
     text = io.StringIO()
     Console(file=text, width=80).print(tables.rich_table(found))
     assert "  ivt.interval=5" in text.getvalue()
+    unknown = {**usual["config"], "method": "mine"}
+    for config in ({"device": "cpu"}, unknown, {}):  # what cannot be compared has its folder
+        found = tables.rows([usual, {**usual, "config": config}], ["runs/a/record.json", "runs/b/record.json"])
+        assert [row.apart for row in found] == ["a", "b"]
 
 
 def record(la: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any) -> dict[str, Any]:

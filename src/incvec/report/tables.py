@@ -120,7 +120,7 @@ def apart(record: Mapping[str, Any], path: str | None) -> str | None:
     """The settings a run changed; the folder of one that has its presets'."""
     try:
         changes = changed_settings(record["config"]) if record.get("config") else {}
-    except ConfigError:  # of a method or add-on that is not here
+    except (ConfigError, KeyError):  # of a method or add-on that is not here, or of a record that lost a part
         changes = {}
     told = ", ".join(f"{key}={value}" for key, value in changes.items())
     return told or (Path(path).parent.name if path else None)
