@@ -291,8 +291,8 @@ def captured(score: Callable[[], tuple[Tensor, Tensor]], device: torch.device) -
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         found = score()
 
-    def replay() -> tuple[Tensor, Tensor]:
-        graph.replay()
+    def replay(read: Callable[[], tuple[Tensor, Tensor]] = score) -> tuple[Tensor, Tensor]:
+        graph.replay()  # reads the tensors `score` has, so they have to live as long as this function
         return found
 
     return replay
