@@ -1,4 +1,4 @@
-"""Many points a launch, a graph replayed, and one point after the other: ways to the same numbers, at the size of CIFAR-100's images."""
+"""Many points a launch, a graph replayed, and one point after the other give the same numbers."""
 
 from __future__ import annotations
 
