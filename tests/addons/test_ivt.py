@@ -18,7 +18,7 @@ from incvec.errors import CheckpointError, ConfigError
 from incvec.ivt import IVT
 from incvec.methods import METHODS, find_method
 from incvec.nets.resnet import Stem
-from incvec.presets import resolve
+from incvec.presets import changed_settings, resolve
 from tests.addons.tools import Tensors, record_batches, run_on, same, snapshot, state_of, watch
 from tests.conftest import make_run, quick, same_record, same_weights, weights
 
@@ -191,6 +191,19 @@ def test_a_single_teleport_at_the_end_cannot_be_left_out() -> None:
     config = resolve(quick("finetune", "ivt", ivt={"interval": None, "last": "skip"}))
     with pytest.raises(ConfigError, match=r"never teleports.*ivt\.last=teleport"):
         check_names(config)
+
+
+def test_which_reading_is_the_default() -> None:
+    """From scratch the last epoch trains on and the classifier is left alone, pre-trained it is Algorithm 1's letter;
+    a record of before these options existed is one to the letter."""
+    given = {"method": "podnet", "addons": ["ivt"], "dataset": "cifar100"}
+    scratch = resolve(given).resolved()
+    lite = resolve({**given, "method": "flyp", "variant": "lite"}).sections["ivt"]
+    assert [scratch["ivt"][key] for key in ("last", "head")] == ["skip", "keep"]
+    assert [lite[key] for key in ("last", "head")] == ["teleport", "teleport"]
+    assert changed_settings(scratch) == {}
+    old = {key: value for key, value in scratch["ivt"].items() if key not in ("last", "head")}
+    assert changed_settings({**scratch, "ivt": old}) == {"ivt.last": "teleport", "ivt.head": "teleport"}
 
 
 @pytest.mark.parametrize("method", ["pass", "mrfa"])

@@ -143,12 +143,23 @@ def changed_settings(own: Mapping[str, Any]) -> dict[str, Any]:
     changed = {key: own[key] for key in SETTINGS if key in own and own[key] != usual.get(key)}
     if own.get("class_order"):  # an order that is given has no seed
         changed.pop("order_seed", None)
-    return changed | {
-        f"{section}.{key}": value
-        for section, values in preset.sections.items()
-        for key, value in own.get(section, {}).items()
-        if values.get(key) != value and in_effect(values, key) != in_effect(own[section], key)
-    }
+    for section, values in preset.sections.items():
+        # An option that a record lacks came later, and its own default is what was done before.
+        spelt = _own_defaults(section) | own[section] if section in own else {}
+        changed |= {
+            f"{section}.{key}": value
+            for key, value in spelt.items()
+            if values.get(key) != value and in_effect(values, key) != in_effect(spelt, key)
+        }
+    return changed
+
+
+@cache
+def _own_defaults(component: str) -> dict[str, Any]:
+    """A method's or add-on's options without any preset."""
+    options: Any = (find_method if component in METHODS else find_addon)(component).Options
+    values: dict[str, Any] = options.model_construct().model_dump(mode="json")  # some need a setting to be valid
+    return values
 
 
 def in_effect(values: Mapping[str, Any], key: str) -> Any:
