@@ -45,6 +45,7 @@ def interpret(code: str) -> None:
         from incvec.nets.launch import Masked, Normed, Sums, Tiles
         from incvec.nets.resnet import Norm, Residual, Stem
         torch.set_num_threads(1)
+        torch.manual_seed(0)
         draw = torch.Generator().manual_seed(5)
         last = torch.channels_last
 
