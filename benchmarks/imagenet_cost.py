@@ -70,15 +70,31 @@ def store_bytes(dataset: str) -> float:
     return stream.classes * (stream.images + stream.tests) * 3 * stream.side**2
 
 
-def read_rates(path: Path) -> dict[int, float]:
-    """Images a second of the plain network by what it sees; streamed, since that is how the largest are trained."""
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+class Rates(NamedTuple):
+    """Images a second of the plain network by what it sees, and the GPU they were measured on."""
+
+    by_side: dict[int, float]
+    device: str = ""
+
+
+def read_rates(path: Path) -> Rates:
+    """Streamed, since that is how the largest are trained. Those of a CPU would make hours that mean nothing."""
+    if not path.is_file():
+        return Rates({})
+    content: dict[str, Any] = json.loads(path.read_text())
+    place = content.get("environment", {})
+    if place.get("device_type") != "cuda":
+        found = place.get("device_type", "an unknown device")
+        raise ValueError(
+            f"{path} was measured on {found}: expected rates of a GPU. Run benchmarks/scale.py --json on one, or name "
+            "its file with --rates."
+        )
     wanted = ("ours, streamed", "finetune", "base")
     rows = [r for r in content["rows"] if (r["what"], r.get("method"), r.get("stage")) == wanted]
-    return {row["side"]: row["images_per_second"] for row in rows}
+    return Rates({row["side"]: row["images_per_second"] for row in rows}, place["device"])
 
 
-def tables(rates: dict[int, float]) -> list[str]:
+def tables(rates: Rates) -> list[str]:
     lines = ["| data set | seen at | store | a run shows the network | of that, base task |", "|---|---|---|---|---|"]
     for name, stream in STREAMS.items():
         base, later = images_trained("podnet", name)
@@ -92,13 +108,13 @@ def tables(rates: dict[int, float]) -> list[str]:
         for method in WORK:
             total = sum(work(method, name))
             texts = ["not measured yet"] * 2
-            if stream.seen in rates:
-                hours = total / rates[stream.seen] / 3600
+            if stream.seen in rates.by_side:
+                hours = total / rates.by_side[stream.seen] / 3600
                 texts = [f"{hours:.1f} h", f"{hours / (8 * EFFICIENCY):.1f} h"]
             lines.append(f"| {name} | {method} | {total / 1e6:.0f} M | {texts[0]} | {texts[1]} |")
-    told = ", ".join(f"{rate:,.0f} images/s at {side} pixels" for side, rate in sorted(rates.items()))
-    lines += ["", f"Rates: {told}; 8 GPUs at {EFFICIENCY:.0%} of eight times one, which is assumed." if told else
-              UNMEASURED]  # fmt: skip
+    told = ", ".join(f"{rate:,.0f} images/s at {side} pixels" for side, rate in sorted(rates.by_side.items()))
+    assumed = f"8 GPUs at {EFFICIENCY:.0%} of eight times one, which is assumed"
+    lines += ["", f"Rates: {told}, on one {rates.device}; {assumed}." if told else UNMEASURED]
     return lines
 
 
@@ -127,7 +143,7 @@ def between(document: str, marks: tuple[str, str], lines: Sequence[str]) -> str:
     return "\n".join([before + marks[0], "", *lines, "", marks[1] + after])
 
 
-def written(document: str, rates: dict[int, float], measured: dict[str, Any]) -> str:
+def written(document: str, rates: Rates, measured: dict[str, Any]) -> str:
     """The document with the tables, and with how fast packing is, between their marks."""
     return between(between(document, PACKING_MARKS, packing(measured)), MARKS, tables(rates))
 
@@ -141,12 +157,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.packing.is_file():
         parser.error(f"{given.packing} is missing: benchmarks/packing.py --out writes it")
-    rates, measured = read_rates(given.rates), json.loads(given.packing.read_text())
+    try:
+        rates = read_rates(given.rates)
+    except ValueError as error:
+        parser.error(str(error))
+    measured = json.loads(given.packing.read_text())
     if given.write is None:
         print("\n".join([*packing(measured), "", *tables(rates)]))
         return
     document = given.write.read_text()
-    if not rates and UNMEASURED not in document:
+    if not rates.by_side and UNMEASURED not in document:
         parser.error(
             f"{given.rates} has no rates, and {given.write} has hours that would be lost: have benchmarks/scale.py "
             "measure them (--json), or name its file with --rates"

@@ -151,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
     given = parser.parse_args(arguments)
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
 
     def keep(result: dict[str, object]) -> None:
         if given.out is not None:

@@ -46,12 +46,34 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
     assert cost.store_bytes("imagenet") == pytest.approx(1_331_167 * 3 * 256**2)
     file = tmp_path / "scale.json"
     row = {"what": "ours, streamed", "method": "finetune", "stage": "base", "side": 224, "images_per_second": 5000.0}
-    file.write_text(json.dumps({"rows": [row, {**row, "what": "ours, resident", "images_per_second": 9000.0}]}))
-    (line,) = [line for line in cost.tables(cost.read_rates(file)) if line.startswith("| imagenet | pass |")]
+    rows = [row, {**row, "what": "ours, resident", "images_per_second": 9000.0}]
+    file.write_text(json.dumps({"rows": rows, "environment": {"device_type": "cuda", "device": "NVIDIA H200"}}))
+    lines = cost.tables(cost.read_rates(file))
+    (line,) = [line for line in lines if line.startswith("| imagenet | pass |")]
     base, later = 100 * 500 * 1281.167, 100 * 500 * 1281.167
     hours = (4 * base + 5.3 * later) / 5000 / 3600
     assert f"| {hours:.1f} h | {hours / 7.2:.1f} h |" in line
-    assert cost.read_rates(tmp_path / "none.json") == {}
+    assert "5,000 images/s at 224 pixels, on one NVIDIA H200; 8 GPUs" in lines[-1]
+    assert cost.read_rates(tmp_path / "none.json") == cost.Rates({})
+
+
+@pytest.mark.parametrize("environment", [{"device_type": "cpu", "device": "x86_64"}, None])
+def test_rates_of_a_cpu_make_no_hours(
+    program: Callable[[str], Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str] | None,
+) -> None:
+    cost = program("imagenet_cost")
+    file, page = tmp_path / "scale.json", tmp_path / "scale.md"
+    row = {"what": "ours, streamed", "method": "finetune", "stage": "base", "side": 224, "images_per_second": 5.0}
+    file.write_text(json.dumps({"rows": [row]} | ({} if environment is None else {"environment": environment})))
+    document = (FOLDER.parent / "docs" / "scale.md").read_text()
+    page.write_text(document)
+    with pytest.raises(SystemExit):
+        cost.main(["--rates", str(file), "--write", str(page)])
+    assert f"was measured on {'cpu' if environment else 'an unknown device'}: expected" in capsys.readouterr().err
+    assert page.read_text() == document
 
 
 def test_the_documents_costs_are_current(program: Callable[[str], Any]) -> None:
@@ -63,7 +85,7 @@ def test_the_documents_costs_are_current(program: Callable[[str], Any]) -> None:
         "stale: run python benchmarks/imagenet_cost.py --write docs/scale.md"
     )
     other = {**measured, "pack_over_decode": {"decode, pillow": 0.42}}
-    assert "42% of the rate" in cost.written(document, {}, other)
+    assert "42% of the rate" in cost.written(document, cost.Rates({}), other)
 
 
 def test_hours_are_not_written_over_without_rates(
@@ -72,13 +94,13 @@ def test_hours_are_not_written_over_without_rates(
     cost = program("imagenet_cost")
     page, none = tmp_path / "scale.md", str(tmp_path / "none.json")
     document = (FOLDER.parent / "docs" / "scale.md").read_text()
-    page.write_text(cost.between(document, cost.MARKS, cost.tables({64: 20_000.0})))
+    page.write_text(cost.between(document, cost.MARKS, cost.tables(cost.Rates({64: 20_000.0}, "a GPU"))))
     before = page.read_text()
     with pytest.raises(SystemExit):
         cost.main(["--rates", none, "--write", str(page)])
     assert "none.json has no rates" in capsys.readouterr().err
     assert page.read_text() == before
-    page.write_text(cost.between(document, cost.MARKS, cost.tables({})))  # nothing measured, nothing lost
+    page.write_text(cost.between(document, cost.MARKS, cost.tables(cost.Rates({}))))  # nothing measured, nothing lost
     cost.main(["--rates", none, "--write", str(page)])
     with pytest.raises(SystemExit):
         cost.main(["--packing", none, "--write", str(page)])
@@ -99,7 +121,7 @@ def test_packing_keeps_every_round(
 
     monkeypatch.setattr(packing, "decode_all", lambda *_: None)
     monkeypatch.setattr(packing, "pack", pack)
-    out = tmp_path / "packing.json"
+    out = tmp_path / "results" / "packing.json"  # a folder that is not there yet
     with pytest.raises(OSError, match="full"):
         packing.main(["--images", "200", "--out", str(out)])
     content = json.loads(out.read_text())
