@@ -27,7 +27,7 @@ from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.checkpoints import check_finished
 from incvec.engine.events import Event
-from incvec.engine.ranks import prints, several, start
+from incvec.engine.ranks import is_left, prints, several, start
 from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
 from incvec.errors import ConfigError, DataError, IncvecError
@@ -54,6 +54,11 @@ class Commands(TyperGroup):
             if error.errno == errno.EPIPE or error.filename is None:
                 raise
             complain(f"{error.filename}: {error.strerror}.")
+        except RuntimeError as error:
+            if not is_left(error):
+                raise
+            if prints():
+                complain("another process of this run has ended, for the reason it gives; so this one ends too.")
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped; run the same command again to go on")
             raise typer.Exit(STOPPED) from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from incvec.addons import ADDONS
+from incvec.contracts import Optimiser, Stage
 from incvec.data import Dataset, load_dataset
 from incvec.engine import events as ev
 from incvec.engine import files
 from incvec.engine.evaluate import correct_by_class
-from incvec.engine.ranks import Ranks, SyncNorm, start
+from incvec.engine.ranks import Ranks, SyncNorm, is_left, start
 from incvec.engine.run import Run, finish
 from incvec.engine.stage import StageLoop
 from incvec.errors import ConfigError
@@ -128,10 +130,6 @@ def work(out: Path) -> None:
     told["shares"] = finish(make("shares", quick("finetune", "ivt", finetune=STILL), out / "bases"))["base"]
     break_off(make("two then one", CASES["podnet+ivt"], out / "bases"), task=0, epoch=1)
     told["one then two"] = finish(make("one then two", CASES["podnet+ivt"], out / "bases"))
-    try:
-        finish(make("odd", quick("finetune", finetune={"batch_size": 33})))
-    except ConfigError as error:
-        told["odd"] = str(error)
     told["evaluation"] = evaluate(make("evaluated", CASES["podnet+ivt"]), out)
     norm = Norm(3)
     ranks.set_norms(norm, True)
@@ -293,12 +291,60 @@ def test_evaluation_is_gathered(left: Path, digits: Dataset) -> None:
     assert told(left, 0)["evaluation"] == told(left, 1)["evaluation"] == alone
 
 
+def two_commands(*arguments: str | Path) -> list[tuple[int, str]]:
+    """Exit status and error output of each of two ranks of one command."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}/src", "COLUMNS": "300"}
+    command = [sys.executable, "-m", "incvec", *map(str, arguments)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        errors = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, text) for rank, text in zip(ranks, errors, strict=True)]
+
+
 @pytest.mark.slow
-def test_a_batch_that_does_not_divide_is_refused(left: Path) -> None:
-    for rank in (0, 1):
-        assert "batches of 33" in told(left, rank)["odd"]
-        assert "divides by 2" in told(left, rank)["odd"]
-    assert not (left / "two" / "odd" / "checkpoint.safetensors").exists()
+def test_what_the_first_rank_finds_wrong_is_told_by_it_alone(tmp_path: Path) -> None:
+    """The others lose their connection to it, which is no news: data that are missing, a batch that does not divide."""
+    common = ("run", "--method", "finetune", "--device", "cpu", "--out", tmp_path / "run")
+    missing = two_commands(*common, "--dataset", "folder", "--data-root", tmp_path / "nowhere")
+    assert [status for status, _ in missing] == [1, 1]
+    assert missing[0][1].startswith("error: ")
+    assert "nowhere does not exist" in missing[0][1]
+    odd = two_commands(*common, "--dataset", "digits", "--set", "finetune.batch_size=33")
+    assert [status for status, _ in odd] == [1, 1]
+    assert "batches of 33" in odd[0][1]
+    assert "divides by 2" in odd[0][1]
+    assert missing[1][1] == odd[1][1] == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_rank_speaks_for_all() -> None:
+    stages = [Stage("main", "main", epochs=1, batch_size=33, optimiser=Optimiser("sgd"))]
+    with pytest.raises(ConfigError, match=r"batches of 33, which 2 ranks .*divides by 2"):
+        Ranks(0, 2).check(stages)
+    Ranks(1, 2).check(stages)
+
+
+def test_a_closed_connection_is_no_news_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:41001")
+    assert not is_left(closed)  # alone, it is somebody else's connection
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert is_left(closed)
+    assert not is_left(RuntimeError("shapes do not match"))
+    assert not is_left(ConfigError("Connection closed by peer"))
 
 
 @pytest.mark.slow

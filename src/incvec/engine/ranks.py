@@ -27,6 +27,8 @@ from incvec.nets.resnet import Norm
 
 PATIENCE = timedelta(hours=2)  # the others wait while the first one decodes a data set
 
+LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # as gloo puts it
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -54,8 +56,8 @@ class Ranks:
         return slice(self.rank * local, (self.rank + 1) * local)
 
     def check(self, stages: Iterable[Stage]) -> None:
-        """Before anything is trained: each rank takes an equal part of every batch."""
-        for stage in stages:
+        """Before anything is trained: each rank takes an equal part of every batch. The first one says so for all."""
+        for stage in stages if self.is_first else ():
             if stage.optimiser is not None and stage.batch_size % self.size:
                 raise ConfigError(
                     f"stage {stage.name!r} of {stage.owner or 'the method'} has batches of {stage.batch_size}, which "
@@ -151,6 +153,11 @@ def several() -> bool:
 def prints() -> bool:
     """Whether this process is the one that shows how the run goes on."""
     return not several() or os.environ["RANK"] == "0"
+
+
+def is_left(error: BaseException) -> bool:
+    """Whether this rank fails only since another one has ended, which says why."""
+    return several() and isinstance(error, RuntimeError) and any(words in str(error) for words in LEFT)
 
 
 def start(device: str) -> Ranks:
