@@ -32,7 +32,7 @@ def test_pack_and_check(tmp_path: Path) -> None:
     assert "packed before" in again.stdout
     report = incvec_("data", "check", store)
     assert report.exit_code == 0, report.output
-    assert "the list 'two.txt'" in report.stdout
+    assert "the list 'two.txt@" in report.stdout
     assert "checksums right" in report.stdout
 
 

@@ -1,9 +1,12 @@
 """A folder of class folders: what is read, and what is refused by name."""
 
+import os
+import struct
+
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from incvec.data import datasets, folder
 from incvec.errors import ConfigError, DataError
@@ -51,6 +54,19 @@ def test_val_serves_where_there_is_no_test(split_root):
     assert any("train/ and val/" in line for line in datasets.check(split_root))
 
 
+def test_a_test_folder_without_classes_gives_way_to_val(split_root):
+    """Contests give unlabelled test images in one folder."""
+    (split_root / "test").rename(split_root / "val")
+    paint(split_root / "test" / "0.png")
+    listing = folder.list_files(split_root)
+    assert listing.rule == "train/ and val/; test/ has no class folders"
+    assert [file.parent.parent.name for file, _ in listing.test] == ["val", "val"]
+    (split_root / "test" / "0.png").unlink()
+    for name in ("ant", "bee"):
+        paint(split_root / "test" / name / "8.png")
+    assert folder.list_files(split_root).rule == "train/ and test/"
+
+
 def test_the_test_folder_can_be_named(split_root):
     (split_root / "test").rename(split_root / "held-out")
     with pytest.raises(DataError, match="no test/ or val/"):
@@ -86,6 +102,58 @@ def test_nested_images_count_and_other_files_do_not(split_root):
     assert any(line.startswith("1 other file") for line in report)
     assert any("7 training images, 3 to 4 a class" in line for line in report)
     assert any("all readable" in line for line in report)
+
+
+def test_linked_folders_are_walked_and_loops_are_not(split_root, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    paint(elsewhere / "more" / "7.png")
+    ant = split_root / "train" / "ant"
+    (ant / "linked").symlink_to(elsewhere / "more")
+    (ant / "deep").mkdir()
+    (ant / "deep" / "back").symlink_to(ant)
+    (elsewhere / "more" / "up").symlink_to("..")
+    (split_root / "train" / "cat").symlink_to(elsewhere / "more")
+    (split_root / "test" / "cat").symlink_to(elsewhere / "more")
+    listing = folder.list_files(split_root)
+    assert listing.classes == ("ant", "bee", "cat")
+    names = [str(file.relative_to(ant)) for file, label in listing.train if label == 0]
+    assert names == ["0.png", "1.png", "2.png", "linked/7.png"]
+
+
+def test_files_are_sorted_folder_by_folder(split_root):
+    for name in ("a b/0.png", "a/1.png", "a.png", "a/b/0.png"):
+        paint(split_root / "train" / "ant" / name)
+    files = [file for file, label in folder.list_files(split_root).train if label == 0]
+    assert files == sorted(files)
+    assert len(files) == 7
+
+
+def test_a_folder_that_cannot_be_listed_is_named(split_root, monkeypatch):
+    closed = split_root / "train" / "ant" / "closed"
+    closed.mkdir()
+    scandir = os.scandir
+
+    def refuse(path):  # whoever tests may be allowed everything
+        if str(path) == str(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    refused(split_root, f"{closed} cannot be listed: Permission denied", "Make it readable")
+
+
+def test_pipes_are_no_images_and_links_to_nothing_are_bad_ones(split_root):
+    ant = split_root / "train" / "ant"
+    os.mkfifo(ant / "pipe.jpg")
+    listing = folder.list_files(split_root)
+    assert (len(listing.train), listing.ignored) == (6, 1)
+    (ant / "gone.jpg").symlink_to("nowhere.jpg")
+    refused(split_root, str(ant / "gone.jpg"), "cannot be read")
+
+
+def test_what_a_disk_has_at_its_top_is_no_class(split_root):
+    (split_root / "train" / "lost+found").mkdir()
+    assert folder.list_files(split_root).classes == ("ant", "bee")
 
 
 def test_short_side_is_resized_and_the_centre_kept(tmp_path):
@@ -129,6 +197,28 @@ def test_exif_orientation_is_obeyed(tmp_path):
     assert upright[-1].min() == 255
 
 
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_images_are_turned_as_pillow_turns_them(tmp_path, name, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 9, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / name, exif=exif)
+    with Image.open(tmp_path / name) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    assert np.array_equal(np.asarray(folder.open_image(tmp_path / name)), expected)
+    assert expected.shape == ((9, 5, 3) if 5 <= orientation <= 8 else (5, 9, 3))
+
+
+def test_a_bad_tag_beside_the_orientation_does_no_harm(tmp_path):
+    """A negative number in a field that has no sign, which cannot be written again."""
+    fields = ((0x0100, 9, struct.pack("<i", -5)), (0x0112, 3, struct.pack("<HH", 6, 0)))
+    entries = b"".join(struct.pack("<HHI", tag, kind, 1) + value for tag, kind, value in fields)
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(fields)) + entries + bytes(4)
+    paint(tmp_path / "a.jpg", size=(12, 8), exif=exif)
+    assert folder.open_image(tmp_path / "a.jpg").size == (8, 12)
+
+
 def test_grey_and_palette_images_become_rgb(tmp_path):
     Image.new("L", (8, 8), 77).save(tmp_path / "grey.png")
     Image.new("RGB", (8, 8), (1, 2, 3)).quantize(4).save(tmp_path / "palette.png")
@@ -150,6 +240,20 @@ def test_a_text_file_called_jpg_is_refused(split_root):
     refused(split_root, str(bad), "cannot be read")
 
 
+def test_checking_names_all_bad_images_and_tells_how_far_it_is(split_root, monkeypatch):
+    bad = [split_root / part / name / "x.jpg" for part, name in (("train", "bee"), ("train", "ant"), ("test", "ant"))]
+    for file in bad:
+        file.write_text("these are not pixels")
+    told = []
+    with pytest.raises(DataError, match="3 of 11 images cannot be read") as caught:
+        datasets.check(split_root, lambda done, total: told.append((done, total)))
+    assert all(str(file) in str(caught.value) for file in bad)
+    assert told[-1] == (11, 11)
+    monkeypatch.setattr(folder, "NAMED_AT_MOST", 2)
+    with pytest.raises(DataError, match="and 1 more"):
+        datasets.check(split_root)
+
+
 def test_a_truncated_image_is_refused(split_root):
     good = split_root / "test" / "ant" / "big.png"
     noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
@@ -161,7 +265,7 @@ def test_a_truncated_image_is_refused(split_root):
 def test_sixteen_bit_pixels_are_refused(split_root):
     deep = split_root / "train" / "ant" / "deep.png"
     Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(deep)
-    refused(split_root, str(deep), "more than 8 bits")
+    refused(split_root, str(deep), "more than 8 bits", "convert it to 8 bits")
 
 
 def test_an_empty_class_is_refused(split_root):
@@ -179,7 +283,10 @@ def test_a_class_in_one_half_only_is_refused(split_root, part):
 
 def test_too_few_files_for_the_rule_are_refused(flat_root):
     paint(flat_root / "cat" / "0.png")
-    refused(flat_root, str(flat_root / "cat"), "1 image(s)", "at least 5")
+    refused(flat_root, str(flat_root / "cat"), "1 image(s)", "at least 5", "or make train/ and test/ yourself")
+    with pytest.raises(DataError) as caught:
+        datasets.check(flat_root)
+    assert "test_every" not in str(caught.value)  # no command has such an option
 
 
 def test_halves_without_class_folders_are_refused(tmp_path):

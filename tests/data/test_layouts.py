@@ -1,5 +1,7 @@
 """Where images lie, and which classes are taken."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,77 @@ def test_flat_val_with_names_and_classes(root):
         list_images(root, ground_truth=mine)
 
 
+def solution(root, classes):
+    """Kaggle's file of them."""
+    file = root / "LOC_val_solution.csv"
+    file.write_text(
+        "\n".join(["ImageId,PredictionString", *(f"{stem},{name} 1 2 3 4" for stem, name in classes.items())])
+    )
+    return file
+
+
+def test_a_class_without_a_training_folder_is_refused(root):
+    classes = flatten(root)
+    solution(root, {**classes, "ILSVRC2012_val_00000003": "n00000099"})
+    with pytest.raises(DataError, match=r"gives ILSVRC2012_val_00000003.png the class 'n00000099'.*no training folder"):
+        list_images(root)
+    # Whoever names the classes may have the training folders of these only.
+    two = ClassList("two", "", NAMES[1:])
+    assert {label for _, label in list_images(root, chosen=two).listing.test} == {0, 1}
+
+
+def test_listed_images_that_are_missing_are_refused(root):
+    classes = flatten(root)
+    solution(root, classes)
+    gone = next(stem for stem, name in classes.items() if name == NAMES[0])
+    (root / "val" / f"{gone}.png").unlink()
+    with pytest.raises(DataError, match=f"1 of the images that .*LOC_val_solution.csv lists.* such as {gone}"):
+        list_images(root)
+    assert len(list_images(root, chosen=ClassList("two", "", NAMES[1:])).listing.test) == 4
+
+
+def test_images_that_the_truth_cannot_tell_apart_are_refused(root):
+    classes = flatten(root)
+    file = solution(root, classes)
+    save(photo(0, 9, 9), root / "val" / "ILSVRC2012_val_00000002.jpg")
+    with pytest.raises(DataError, match=r"has ILSVRC2012_val_00000002.jpg and ILSVRC2012_val_00000002.png, which"):
+        list_images(root)
+    (root / "val" / "ILSVRC2012_val_00000002.jpg").unlink()
+    file.write_text(file.read_text() + "\nILSVRC2012_val_00000000,n00000002")
+    with pytest.raises(DataError, match="gives ILSVRC2012_val_00000000 two classes, n00000000 and n00000002"):
+        list_images(root)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(root, tmp_path):
+    classes = flatten(root)
+    file = solution(root, classes)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert labels_of(list_images(root).listing) == classes
+    names = tmp_path / "mine.txt"
+    names.write_bytes(b"\xef\xbb\xbfn00000001\nn00000002\n")
+    assert find_class_list(names).classes == NAMES[1:]
+
+
+def test_other_files_beside_flat_images_are_counted(root):
+    classes = flatten(root)
+    solution(root, classes).rename(root / "val" / "LOC_val_solution.csv")
+    (root / "val" / "notes.txt").write_text("")
+    os.mkfifo(root / "val" / "pipe.png")
+    assert list_images(root).listing.ignored == 2
+
+
+def test_a_ground_truth_beside_class_folders_is_refused(root, tmp_path):
+    truth = tmp_path / "truth.txt"
+    truth.write_text("0 n00000000\n")
+    with pytest.raises(ConfigError, match=r"truth.txt was given .*val has class folders: leave --ground-truth out"):
+        list_images(root, ground_truth=truth)
+
+
+def test_tiny_imagenets_layout_where_there_is_another(root):
+    with pytest.raises(DataError, match=r"val.images is missing: the layout 'tiny-imagenet' has val/images/ and"):
+        list_images(root, "tiny-imagenet")
+
+
 def test_numbers_beside_some_of_the_classes_only_are_refused(root):
     """Numbers count all classes; beside fewer folders they would name the wrong ones."""
     classes = flatten(root)
@@ -133,6 +206,20 @@ def test_class_folders_split_by_rule_and_a_list(tmp_path):
     assert found.listing.classes == ("bee", "cat")
     assert stems(found.listing.test) == [("bee", "4", 0), ("cat", "4", 1)]
     assert {file.parent.name for file, _ in found.listing.train} == {"bee", "cat"}
+    for name in ("dog", "eel"):  # not asked for: one with too few images, one with none
+        (tmp_path / name).mkdir()
+    save(photo(0, 8, 8), tmp_path / "dog" / "0.png")
+    assert list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "cat"))).listing == found.listing
+    with pytest.raises(DataError, match=r"1 of the 2 classes of 'mine' are not in .*: fox"):
+        list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "fox")))
+
+
+def test_of_halves_the_chosen_classes_alone_are_looked_at(tmp_path):
+    for part, names in (("train", ("ant", "bee", "cat")), ("test", ("ant", "bee", "dog"))):
+        for name in names:
+            save(photo(0, 8, 8), tmp_path / part / name / "0.png")
+    listing = list_images(tmp_path, chosen=ClassList("mine", "", ("ant", "bee"))).listing
+    assert (listing.classes, len(listing.train), len(listing.test)) == (("ant", "bee"), 2, 2)
 
 
 def test_a_list_chooses_and_an_empty_class_outside_it_does_no_harm(root):
@@ -181,7 +268,15 @@ def test_the_public_lists():
 def test_a_list_of_ones_own(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("# birds\nn00000002 ostrich\n\nn00000001,cock\n")
-    assert find_class_list(file) == ClassList("mine.txt", str(file), ("n00000001", "n00000002"))
+    mine = find_class_list(file)
+    assert mine == ClassList("mine.txt@f1069948", str(file), ("n00000001", "n00000002"))
+    file.write_text("n00000001\nn00000002\n")
+    assert find_class_list(file) == mine
+    file.write_text("n00000001\nn00000003\n")
+    assert find_class_list(file).name != mine.name
+    lookalike = tmp_path / "cmc"
+    lookalike.write_text("n00000001\nn00000002\n")
+    assert find_class_list(lookalike).name == "cmc@f1069948"  # not the public list
     file.write_text("tench, a fish\n  golden retriever \nn01 x\ngolden eagle\n")
     assert find_class_list(file).classes == ("golden eagle", "golden retriever", "n01 x", "tench, a fish")
     file.write_text("n01\nn02\nn01\n")

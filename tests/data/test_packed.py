@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from incvec.data import check, load_dataset
-from incvec.data.class_lists import ClassList
+from incvec.data.class_lists import find_class_list
 from incvec.data.packed import PackedImages, open_store
 from incvec.errors import ConfigError, DataError
 from tests.data.pictures import make_root, make_store, photo, save
@@ -146,16 +146,21 @@ def test_a_subset_of_a_store_is_that_subset_packed(source, store, tmp_path):
     names = tmp_path / "two.txt"
     names.write_text("n00000002\nn00000000\n")
     part = load_dataset("packed", store, class_list=str(names))
-    alone = load_dataset(
-        "packed", make_store(source, tmp_path / "two", chosen=ClassList("two.txt", "", ("n00000000", "n00000002"))).root
-    )
+    alone = load_dataset("packed", make_store(source, tmp_path / "two", chosen=find_class_list(names)).root)
     assert part.class_names == alone.class_names == ("n00000000", "n00000002")
     for half in ("train", "test"):
         assert torch.equal(getattr(part, f"{half}_labels"), getattr(alone, f"{half}_labels"))
         mine, other = (getattr(data, f"{half}_images").resident(torch.device("cpu")) for data in (part, alone))
         assert torch.equal(mine, other)
-    assert part.about["class_list"] == alone.about["class_list"] == "two.txt"
+    assert part.about["class_list"] == alone.about["class_list"] == find_class_list(names).name
     assert part.fingerprint != load_dataset("packed", store).fingerprint
+
+
+def test_checking_a_store_tells_how_far_it_is(store):
+    told = []
+    check(store, lambda done, total: told.append((done, total)))
+    assert told[-1] == (21, 21)
+    assert len(told) > 2
 
 
 def test_images_held_out_of_a_store(store):

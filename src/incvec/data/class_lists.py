@@ -5,6 +5,7 @@ A subset's classes are numbered in the sorted order of their names, as torchvisi
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ WNID = re.compile(r"n\d{8}")  # ImageNet's name of a class
 
 
 class ClassList(NamedTuple):
-    name: str  # as it is told in records
+    name: str  # as it is told in records; a file's with a digest of its classes, such as mine.txt@1b2f90aa
     source: str
     classes: tuple[str, ...]  # sorted
 
@@ -126,7 +127,7 @@ def find_class_list(name: str | Path) -> ClassList:
             f"{', '.join(CLASS_LISTS)}; a file has one class name a line."
         )
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a list of class names: {error}") from error
     told = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
@@ -137,4 +138,6 @@ def find_class_list(name: str | Path) -> ClassList:
         raise DataError(f"{path} names {', '.join(repeated[:5])} more than once; expected every class once")
     if len(found) < 2:
         raise DataError(f"{path} names {len(found)} class(es); expected two or more, one a line")
-    return ClassList(path.name, str(path), tuple(sorted(found)))
+    classes = tuple(sorted(found))
+    told_by = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:8]  # two files may have one name
+    return ClassList(f"{path.name}@{told_by}", str(path), classes)

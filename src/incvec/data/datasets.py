@@ -115,13 +115,13 @@ def load_dataset(
     )
 
 
-def check(root: str | Path) -> list[str]:
+def check(root: str | Path, progress: packed.Progress | None = None) -> list[str]:
     """Verify what lies in `root`, CIFAR-100, a packed store or class folders: a report in lines or a `DataError`."""
     path = Path(root).expanduser()
     if not path.is_dir():
         raise DataError(f"{folder.no_folder(path)}. Give a folder that holds {cifar.FOLDER}/ or one folder a class.")
     if packed.is_store(path):
-        return packed.check(path)
+        return packed.check(path, progress)
     if path.name == aircraft.FOLDER or (path / aircraft.FOLDER).is_dir():
         return aircraft.check(path)
     if path.name == cifar.FOLDER or (path / cifar.FOLDER).is_dir():
@@ -130,4 +130,4 @@ def check(root: str | Path) -> list[str]:
         raise DataError(
             f"{path} holds no data set: expected {cifar.FOLDER}/, or train/ and test/ (or val/), or one folder a class"
         )
-    return folder.check(list_images(path).listing)
+    return folder.check(list_images(path).listing, progress)

@@ -6,6 +6,7 @@ Pillow's copy to an array; Pillow reads their headers first, and everything that
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -15,10 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incvec.data.folder import open_image
+from incvec.data.folder import ORIENTATION, open_image
 from incvec.errors import DataError
-
-ORIENTATION = 0x0112  # EXIF's tag; 1 is upright
 
 
 def read_pixels(path: Path) -> Tensor:
@@ -27,8 +26,10 @@ def read_pixels(path: Path) -> Tensor:
         content = bytearray(path.read_bytes())  # torch asks for memory that could be written
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Replace it or remove it.") from error
-    pixels = _plain_jpeg(content)
-    return torch.from_numpy(np.array(open_image(path))) if pixels is None else pixels
+    with warnings.catch_warnings():  # Pillow's name no file, and are about odd tags, which leave the pixels alone
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        pixels = _plain_jpeg(content)
+        return torch.from_numpy(np.array(open_image(path))) if pixels is None else pixels
 
 
 def _plain_jpeg(content: bytearray) -> Tensor | None:

@@ -11,13 +11,15 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from incvec.data.class_lists import WNID, ClassList
-from incvec.data.folder import EXTENSIONS, TEST_EVERY, Listing, class_files, list_files, no_folder
+from incvec.data.folder import Listing, class_files, folders_in, is_hidden, is_image, list_files, no_folder
 from incvec.errors import ConfigError, DataError, nearest
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
@@ -40,15 +42,10 @@ def find_layout(root: Path) -> str:
     if (val / "val_annotations.txt").is_file() and (val / "images").is_dir():
         return "tiny-imagenet"
     if train.is_dir() and val.is_dir():
-        classes = _folders(train)
+        classes = folders_in(train)
         if classes and all(WNID.fullmatch(name) for name in classes):
             return "imagenet"
     return "folder"
-
-
-def _folders(root: Path) -> tuple[str, ...]:
-    """The folders there, sorted, without hidden ones: file managers and notebooks leave such."""
-    return tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] != "."))
 
 
 def list_images(
@@ -56,8 +53,6 @@ def list_images(
     layout: str | None = None,
     chosen: ClassList | None = None,
     ground_truth: Path | None = None,
-    test_every: int = TEST_EVERY,
-    test_folder: str | None = None,
 ) -> Layout:
     """The image files of a data set with their labels; of the `chosen` classes only, where a list is given."""
     if root is None:
@@ -70,33 +65,8 @@ def list_images(
     name = layout or find_layout(path)
     if ground_truth is not None and name != "imagenet":
         raise ConfigError(f"a ground-truth file belongs to the layout 'imagenet'; {path} is read as {name!r}")
-    if name == "folder":
-        listing = list_files(path, test_every, test_folder)
-        listing = listing if chosen is None else _select(listing, chosen)
-    else:
-        listing = _list_pair(path, name, chosen, ground_truth)
+    listing = list_files(path, chosen=chosen) if name == "folder" else _list_pair(path, name, chosen, ground_truth)
     return Layout(name, listing, None if chosen is None else chosen.name)
-
-
-def _select(listing: Listing, chosen: ClassList) -> Listing:
-    """The chosen classes of a listing, numbered anew."""
-    _all_there(chosen, listing.classes, listing.root)
-    number = {name: label for label, name in enumerate(chosen.classes)}
-    train, test = (
-        tuple((file, number[listing.classes[label]]) for file, label in part if listing.classes[label] in number)
-        for part in (listing.train, listing.test)
-    )
-    in_order = sorted(train, key=lambda row: row[1]), sorted(test, key=lambda row: row[1])
-    return Listing(listing.root, chosen.classes, tuple(in_order[0]), tuple(in_order[1]), listing.ignored, listing.rule)
-
-
-def _all_there(chosen: ClassList, have: Collection[str], where: Path) -> None:
-    missing = sorted(set(chosen.classes) - set(have))
-    if missing:
-        raise DataError(
-            f"{len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} are not in {where}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
-        )
 
 
 def _list_pair(root: Path, name: str, chosen: ClassList | None, ground_truth: Path | None) -> Listing:
@@ -104,20 +74,8 @@ def _list_pair(root: Path, name: str, chosen: ClassList | None, ground_truth: Pa
     for folder in (train_root, val_root):
         if not folder.is_dir():
             raise DataError(f"{folder} is missing: the layout {name!r} has train/ and val/")
-    everything = _folders(train_root)
-    if chosen is not None:
-        _all_there(chosen, everything, train_root)
-    only = None if chosen is None else frozenset(chosen.classes)
-    train, ignored = class_files(train_root, only)
-    if name == "tiny-imagenet":
-        truth = val_root / "val_annotations.txt"
-        val, rule = _flat(val_root / "images", truth, everything, train), f"train/ and val/ by {truth.name}"
-    elif ground_truth is None and _folders(val_root):
-        val, more = class_files(val_root, only)
-        ignored, rule = ignored + more, "train/ and val/"
-    else:
-        truth = ground_truth or _find_truth(root)
-        val, rule = _flat(val_root, truth, everything, train), f"train/ and val/ by {truth.name}"
+    train, ignored = class_files(train_root, chosen)
+    val, more, rule = _list_val(root, name, chosen, ground_truth)
     for here, names, there, others in (("train", train, "val", val), ("val", val, "train", train)):
         for lacking in names:
             if lacking not in others:
@@ -129,9 +87,35 @@ def _list_pair(root: Path, name: str, chosen: ClassList | None, ground_truth: Pa
         tuple(train),
         tuple((file, label) for label, files in enumerate(train.values()) for file in files),
         tuple((file, label) for label, files in enumerate(val[name] for name in train) for file in files),
-        ignored,
+        ignored + more,
         rule,
     )
+
+
+def _list_val(
+    root: Path, name: str, chosen: ClassList | None, ground_truth: Path | None
+) -> tuple[dict[str, list[Path]], int, str]:
+    """The validation images by class, how many other files lie there, and what the split is called."""
+    folder = root / "val"
+    if name == "tiny-imagenet":
+        folder, truth = folder / "images", folder / "val_annotations.txt"
+        for needed in (folder, truth):
+            if not needed.exists():
+                raise DataError(
+                    f"{needed} is missing: the layout {name!r} has val/images/ and val/val_annotations.txt. Leave "
+                    "--layout out to have the layout found."
+                )
+    elif folders_in(folder) and (ground_truth is None or not _files(folder)[0]):
+        if ground_truth is not None:
+            raise ConfigError(
+                f"{ground_truth} was given as the ground truth of a flat val/, but {folder} has class folders: leave "
+                "--ground-truth out"
+            )
+        return *class_files(folder, chosen), "train/ and val/"
+    else:
+        truth = ground_truth or _find_truth(root)
+    found = _flat(folder, truth, folders_in(root / "train"), None if chosen is None else chosen.classes)
+    return *found, f"train/ and val/ by {truth.name}"
 
 
 def _find_truth(root: Path) -> Path:
@@ -146,24 +130,50 @@ def _find_truth(root: Path) -> Path:
     )
 
 
-def _flat(folder: Path, truth: Path, everything: Sequence[str], wanted: Mapping[str, object]) -> dict[str, list[Path]]:
-    """The images of a flat folder by class, those of the wanted classes only."""
-    images = sorted(file for file in folder.iterdir() if file.suffix.lower() in EXTENSIONS and file.name[0] != ".")
-    classes = _read_truth(truth, [file.stem for file in images], everything)
+def _files(folder: Path) -> tuple[list[Path], int]:
+    """The images of a flat folder, sorted, and how many other files lie there."""
+    with os.scandir(folder) as found:
+        entries = [entry for entry in found if not is_hidden(entry.name) and not entry.is_dir()]
+    images = sorted(entry.path for entry in entries if is_image(entry))
+    return [Path(image) for image in images], len(entries) - len(images)
+
+
+def _flat(
+    folder: Path, truth: Path, everything: Sequence[str], wanted: Collection[str] | None
+) -> tuple[dict[str, list[Path]], int]:
+    """The images of a flat folder by class, of the wanted classes where some were chosen; how many other files."""
+    images, ignored = _files(folder)
+    stems = [file.stem for file in images]
+    twice = next((stem for stem, count in Counter(stems).items() if count > 1), None)
+    if twice is not None:  # a truth names images with or without their ending, so either might be meant
+        files = " and ".join(file.name for file in images if file.stem == twice)
+        raise DataError(f"{folder} has {files}, which {truth} cannot tell apart: keep one of them")
+    classes = _read_truth(truth, stems, everything)
     found: dict[str, list[Path]] = {}
     for file in images:
-        name = classes.get(file.stem)
+        name = classes.pop(file.stem, None)
         if name is None:
             raise DataError(f"{truth} does not say which class {file} has")
-        if name in wanted:
+        if wanted is None and name not in everything:
+            raise DataError(
+                f"{truth} gives {file.name} the class {name!r}, which has no training folder. Correct it or add the "
+                "folder; to take some of the classes only, name them with --classes."
+            )
+        if wanted is None or name in wanted:
             found.setdefault(name, []).append(file)
-    return found
+    gone = [stem for stem, name in classes.items() if wanted is None or name in wanted]
+    if gone:
+        raise DataError(
+            f"{len(gone)} of the images that {truth} lists are not in {folder}, such as {gone[0]}: copy them there, or "
+            "take them off the list"
+        )
+    return found, ignored - (truth.parent == folder)
 
 
 def _read_truth(file: Path, stems: Sequence[str], everything: Sequence[str]) -> dict[str, str]:
     """Class by image name without its ending."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read as a ground truth: {error}") from error
     rows = [re.split(r"[\s,]+", line.strip()) for line in lines]
@@ -186,7 +196,11 @@ def _read_truth(file: Path, stems: Sequence[str], everything: Sequence[str]) -> 
                 "count: give a file that names the classes"
             )
         classes = [everything[int(text)] for text in classes]
-    return dict(zip(names, classes, strict=True))
+    told: dict[str, str] = {}
+    for name, given in zip(names, classes, strict=True):
+        if told.setdefault(name, given) != given:
+            raise DataError(f"{file} gives {name} two classes, {told[name]} and {given}: expected one")
+    return told
 
 
 def _read_devkit(file: Path, numbers: Sequence[int], stems: Sequence[str]) -> dict[str, str]:

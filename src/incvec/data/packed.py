@@ -16,7 +16,7 @@ import mmap
 import os
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +36,7 @@ JOURNAL = "journal.jsonl"
 PARTS = ("train", "test")
 LEFT_OUT = -1
 ROOM = 0.6  # of the free memory: what resident images may take, the rest being the network's
+Progress = Callable[[int, int], None]  # images done, of how many
 Placement = Literal["resident", "streamed"]
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]
@@ -293,7 +294,9 @@ def open_store(root: str | Path) -> Store:
     return store
 
 
-def verify_chunks(root: Path, part: Part, row_bytes: int) -> list[str]:
+def verify_chunks(
+    root: Path, part: Part, row_bytes: int, looked_at: Callable[[int], None] = lambda rows: None
+) -> list[str]:
     """A line for each chunk whose bytes are not those that were written."""
 
     def bad(chunk: tuple[tuple[str, int, int], str]) -> str | None:
@@ -302,8 +305,13 @@ def verify_chunks(root: Path, part: Part, row_bytes: int) -> list[str]:
             return None
         return f"{root / name}, rows {first} to {first + rows - 1}"
 
+    lines = []
     found = _readers().map(bad, zip(part.chunks(), part.sums, strict=True))
-    return [line for line in found if line is not None]
+    for (_, _, rows), line in zip(part.chunks(), found, strict=True):
+        looked_at(rows)
+        if line is not None:
+            lines.append(line)
+    return lines
 
 
 def chunk_sum(file: Path, offset: int, size: int) -> str | None:
@@ -323,10 +331,23 @@ def chunk_sum(file: Path, offset: int, size: int) -> str | None:
     return total
 
 
-def check(root: str | Path) -> list[str]:
+def amount(size: float) -> str:
+    """Bytes as people tell them."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def check(root: str | Path, progress: Progress | None = None) -> list[str]:
     """Read and verify every byte of a store; a report in lines."""
     store = open_store(root)
     row = int(np.prod(store.row))
+    done, total = 0, sum(part.rows for part in store.parts.values())
+
+    def looked_at(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress is not None:
+            progress(done, total)
+
     lines = [
         f"a packed store of {len(store.classes)} classes in {store.root}, {store.side} x {store.side}, RGB",
         f"split: {store.about['rule']}",
@@ -339,7 +360,7 @@ def check(root: str | Path) -> list[str]:
             raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REMEDY}")
         if len(part.sums) != len(part.chunks()):
             raise DataError(f"{store.root / STORE} has {len(part.sums)} checksums for {len(part.chunks())} chunks")
-        broken = verify_chunks(store.root, part, row)
+        broken = verify_chunks(store.root, part, row, looked_at)
         if broken:
             more = f" and {len(broken) - 3} more places" if len(broken) > 3 else ""
             raise DataError(f"bytes were altered in {'; '.join(broken[:3])}{more}. {REMEDY}")
@@ -347,7 +368,7 @@ def check(root: str | Path) -> list[str]:
         words = "training" if name == "train" else "test"
         lines.append(
             f"{sum(counts)} {words} images, {min(counts)} to {max(counts)} a class, "
-            f"{part.rows * row / 1e9:.2f} GB in {len(part.shards)} file(s)"
+            f"{amount(part.rows * row)} in {len(part.shards)} file(s)"
         )
     lines.append(f"all {sum(len(part.sums) for part in store.parts.values())} checksums right")
     if store.about.get("left_out"):
