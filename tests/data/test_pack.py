@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -260,8 +261,12 @@ def test_an_image_replaced_meanwhile_is_packed_again(root, tmp_path):
 def test_a_class_without_a_readable_image_is_refused(root, tmp_path):
     for file in (root / "val" / "n00000001").iterdir():
         file.write_bytes(b"no")
-    with pytest.raises(DataError, match="'n00000001' has no readable test image"):
+    with pytest.raises(
+        DataError, match=r"'n00000001' has no readable test image left .*unreadable.txt.*: replace some"
+    ):
         make_store(root, tmp_path / "store", unreadable="leave-out")
+    listed = (tmp_path / "store" / "unreadable.txt").read_text()
+    assert all(str(file) in listed for file in (root / "val" / "n00000001").iterdir())
 
 
 def pack_slowly(source, store, told):
@@ -308,6 +313,80 @@ def test_what_the_journal_claims_is_read_back(root, tmp_path):
         file.write(b"\0" * 50)
     make_store(root, broken, chunk_rows=2)
     assert contents(broken) == contents(make_store(root, tmp_path / "whole", chunk_rows=2).root)
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_what_the_disk_did_not_take_is_made_again(root, tmp_path, monkeypatch, nth):
+    """A failed write is told once, when a file is synced; read back, the bytes may still look right."""
+    fsync, store, failed = os.fsync, tmp_path / "store", []
+
+    def fail(handle):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))
+        if name.startswith("train-0"):
+            failed.append(name)
+            if len(failed) == nth + 1:
+                raise OSError(5, "Input/output error")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    slowly = {"chunk_rows": 2, "progress": lambda *_: time.sleep(0.01)}  # so that there is a sync between two chunks
+    with pytest.raises(
+        DataError, match=r"could not write .*train-00000.bin: Input/output error.*train-00000.bin was removed"
+    ):
+        make_store(root, store, **slowly)
+    assert not (store / "train-00000.bin").exists()
+    assert not (store / "store.json").exists()
+    seen = []
+    make_store(root, store, chunk_rows=2, progress=lambda done, total: seen.append(done))
+    assert seen[0] in (0, 6)  # no training image; the test images where it was the last sync
+    assert contents(store) == contents(make_store(root, tmp_path / "whole", chunk_rows=2).root)
+
+
+def test_reading_back_is_told(root, tmp_path):
+    done = kill_after(root, tmp_path / "store", 12)
+    told = []
+
+    def packing_begins(*_):
+        told.append("packing")
+
+    make_store(root, tmp_path / "store", chunk_rows=2, progress=packing_begins, reading_back=lambda *n: told.append(n))
+    assert told[0][0] == 2
+    last = told[told.index("packing") - 1]
+    assert last[0] == last[1] >= done
+
+
+def test_a_finished_store_needs_no_place_to_write(root, tmp_path):
+    store = make_store(root, tmp_path / "store").root
+    (store / ".lock").unlink()
+    (store / ".lock").mkdir()  # whoever tests may be allowed everything
+    assert make_store(root, store).root == store
+
+
+def test_a_finished_store_that_lost_its_labels_is_not_finished(root, tmp_path):
+    store = make_store(root, tmp_path / "store").root
+    (store / "train-labels.bin").unlink()
+    with pytest.raises(DataError, match=r"train-labels.bin is missing.*remove the store"):
+        make_store(root, store)
+
+
+def test_a_new_disk_is_an_empty_place(root, tmp_path):
+    (tmp_path / "store" / "lost+found").mkdir(parents=True)
+    (tmp_path / "store" / ".Trash-1000").mkdir()
+    assert make_store(root, tmp_path / "store").root.is_dir()
+
+
+def test_a_pipe_does_not_stop_packing(root, tmp_path):
+    os.mkfifo(root / "train" / "n00000000" / "pipe.jpg")
+    assert make_store(root, tmp_path / "store").parts["train"].rows == 15
+
+
+def test_pillows_warnings_are_kept_back(tmp_path):
+    file = save(photo(0, 9, 9), tmp_path / "a.jpg", exif=b"Exif\0\0II*\0\x08\0\0\0\x01\0")  # a field is missing
+    with pytest.warns(UserWarning, match="Corrupt EXIF"):
+        open_image(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert read_pixels(file).shape == (9, 9, 3)
 
 
 def test_a_finished_store_is_left_alone(root, tmp_path):
@@ -397,7 +476,7 @@ def test_a_full_disk_is_told_and_gone_on_from(root, tmp_path):
 
 def test_too_little_space_is_told_before_anything_is_decoded(root, tmp_path, monkeypatch):
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(DataError, match="GB free"):
+    with pytest.raises(DataError, match=r"needs .* MB more and has 0\.0 MB free"):
         make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("too late"))
     assert contents(tmp_path / "store") == {}  # so that a smaller --size can have the place
 

@@ -1,6 +1,7 @@
 """Opened stores: what damage is seen when, subsets, and images that stay in their files."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -154,6 +155,18 @@ def test_a_subset_of_a_store_is_that_subset_packed(source, store, tmp_path):
         assert torch.equal(mine, other)
     assert part.about["class_list"] == alone.about["class_list"] == find_class_list(names).name
     assert part.fingerprint != load_dataset("packed", store).fingerprint
+
+
+def test_left_out_images_are_told_of_the_chosen_classes(source, tmp_path):
+    root = shutil.copytree(source, tmp_path / "images")
+    for place in ("train/n00000000/x.png", "train/n00000001/x.png", "val/n00000001/x.png"):
+        (root / place).write_text("no image")
+    store = make_store(root, tmp_path / "store", unreadable="leave-out").root
+    names = tmp_path / "two.txt"
+    for chosen, count in ((("n00000000", "n00000002"), 1), (("n00000001", "n00000002"), 2)):
+        names.write_text("\n".join(chosen))
+        assert load_dataset("packed", store, class_list=str(names)).about["left_out"] == count
+    assert load_dataset("packed", store).about["left_out"] == 3
 
 
 def test_checking_a_store_tells_how_far_it_is(store):

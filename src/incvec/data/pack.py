@@ -18,9 +18,11 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +33,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data.decode import read_pixels
-from incvec.data.folder import LONGEST
+from incvec.data.disk import kept, sync, unwritten, write
+from incvec.data.folder import LONGEST, is_hidden
 from incvec.data.layouts import Layout
 from incvec.data.packed import (
     FORMAT,
@@ -40,21 +43,21 @@ from incvec.data.packed import (
     PARTS,
     STORE,
     Bytes,
+    Progress,
     Store,
+    amount,
     checksum,
     chunk_sum,
     digest,
     open_store,
-    sealed,
 )  # fmt: skip
-from incvec.data.plan import VERSIONS, Chunk, Done, Journal, Plan, unwritten
+from incvec.data.plan import VERSIONS, Chunk, Done, Journal, Plan
 from incvec.errors import ConfigError, DataError
 
 SHARD_BYTES = 1 << 31
 CHUNK_BYTES = 1 << 25
 CHUNK_ROWS = 256
 PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a core's cache
-Progress = Callable[[int, int], None]  # images done, of how many
 
 
 def fitted(pixels: Tensor, side: int) -> Bytes:
@@ -148,8 +151,12 @@ def pack(
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
     chunk_rows: int | None = None,
+    reading_back: Progress | None = None,
 ) -> Store:
-    """Make a store of the listed images, or go on with one; returns it opened."""
+    """Make a store of the listed images, or go on with one; returns it opened.
+
+    `reading_back` is told how far the check of a broken-off store is, before `progress` hears of packing.
+    """
     if side < 1:
         raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
     path, row = Path(root).expanduser(), 3 * side * side
@@ -157,6 +164,8 @@ def pack(
         raise ConfigError(f"{path} lies in the folder of the images, where it may be taken for a class: choose another")
     shard_rows = max(1, shard_bytes // row)
     plan = Plan(path, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
+    if (path / STORE).is_file():  # it may lie where nothing can be written, a lock included
+        return _finished(plan, unreadable)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -164,10 +173,10 @@ def pack(
             f"{path} cannot be made a folder: {error.strerror}. Choose a place you may write to."
         ) from error
     with _locked(path):
-        if (path / STORE).is_file():
+        if (path / STORE).is_file():  # finished by another process just now
             return _finished(plan, unreadable)
         journal = Journal(path / JOURNAL)
-        done = _begin(plan, journal)
+        done = _begin(plan, journal, reading_back)
         _work(plan, journal, done, workers or cores(), progress)
         return _finish(plan, done, unreadable)
 
@@ -180,6 +189,8 @@ def cores() -> int:
 def _finished(plan: Plan, unreadable: str) -> Store:
     """The store that is there, where it is what this packing would make."""
     store = open_store(plan.root)
+    for part in PARTS:
+        store.labels(part)  # raises where they are lost
     about = store.about
     if about.get("key") != plan.key:
         before = {"side": store.side, "classes": len(store.classes), **about.get("versions", {})}
@@ -202,11 +213,11 @@ def _finished(plan: Plan, unreadable: str) -> Store:
     return store
 
 
-def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
+def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[int, Done]:
     """What earlier packing left that is whole; shards of their full size, where there are none yet."""
     settings, classes, told = journal.read()
     if settings is None:
-        strangers = [entry.name for entry in plan.root.iterdir() if entry.name not in (".lock", JOURNAL)]
+        strangers = [entry.name for entry in plan.root.iterdir() if not is_hidden(entry.name) and entry.name != JOURNAL]
         if strangers:
             raise DataError(f"{plan.root} is not empty ({strangers[0]}): expected a new folder, or a broken-off store")
     elif settings != plan.settings:
@@ -214,24 +225,13 @@ def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
             f"{plan.root} holds a broken-off packing with other settings ({_changes(settings, plan.settings)}). "
             "Choose another place, or remove it."
         )
-    chunks = plan.work
     found = {n: Done(n, *told[key]) for n, key in enumerate(plan.chunk_keys) if key in told}
     if settings is not None and not found and classes != plan.classes:  # another data set's is not written over
         raise DataError(
             f"{plan.root} holds a broken-off packing of other images, with other classes. Choose another place, or "
             "remove it."
         )
-    with ThreadPoolExecutor(cores()) as pool:
-        right = pool.map(
-            lambda chunk: (
-                chunk.number in found
-                and not found[chunk.number].bad  # its files may have been mended since
-                and chunk_sum(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
-                == found[chunk.number].sum
-            ),
-            chunks,
-        )
-        whole = {chunk.number: found[chunk.number] for chunk, kept in zip(chunks, right, strict=True) if kept}
+    whole = _whole(plan, found, reading_back)
     shards = dict(shard for part in PARTS for shard in plan.shards(part))
     _check_space(plan, shards)
     if settings is None:
@@ -248,6 +248,25 @@ def _begin(plan: Plan, journal: Journal) -> dict[int, Done]:
     return whole
 
 
+def _whole(plan: Plan, found: Mapping[int, Done], reading_back: Progress | None) -> dict[int, Done]:
+    """Of the chunks that the journal tells of, those whose bytes are there."""
+    claimed = [chunk for chunk in plan.work if chunk.number in found and not found[chunk.number].bad]
+    # Those with files that could not be read are made again: such files may have been mended since.
+
+    def look(chunk: Chunk) -> str | None:
+        return chunk_sum(plan.root / chunk.shard, chunk.offset, len(chunk.files) * plan.row_bytes)
+
+    total, read, whole = sum(len(chunk.files) for chunk in claimed), 0, {}
+    with ThreadPoolExecutor(cores()) as pool:
+        for chunk, right in zip(claimed, pool.map(look, claimed), strict=True):
+            if right == found[chunk.number].sum:
+                whole[chunk.number] = found[chunk.number]
+            read += len(chunk.files)
+            if reading_back is not None:
+                reading_back(read, total)
+    return whole
+
+
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return ", ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in names)
@@ -260,7 +279,7 @@ def _check_space(plan: Plan, shards: Iterable[str]) -> None:
     free = shutil.disk_usage(plan.root).free
     if needed > free:
         raise DataError(
-            f"{plan.root} needs {needed / 1e9:.1f} GB more and has {free / 1e9:.1f} GB free. Free some, or choose a "
+            f"{plan.root} needs {amount(needed)} more and has {amount(free)} free. Free some, or choose a "
             "smaller --size."
         )
 
@@ -273,16 +292,20 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     left = [chunk for chunk in chunks if chunk.number not in done]
     if progress is not None:
         progress(count, total)
-    sync: Future[None] | None = None
+    shard, synced = Path(), Future[None]()
+    synced.set_result(None)
     with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
         for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
             journal.write({"chunk": plan.chunk_keys[made.number], "sum": made.sum, "bad": made.bad})
             done[made.number] = made
             count += len(chunk.files)
-            if sync is None or sync.done():
-                sync = writer.submit(_sync, plan.root / chunk.shard)
+            if synced.done():
+                kept(shard, synced.result)
+                shard = plan.root / chunk.shard
+                synced = writer.submit(sync, shard)
             if progress is not None:
                 progress(count, total)
+        kept(shard, synced.result)
 
 
 def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
@@ -310,21 +333,25 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
 def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
     chunks = plan.work
     bad = [message for chunk in chunks for _, message in done[chunk.number].bad]
+    unread = plan.root / "unreadable.txt"
+    if bad:
+        write(unread, "\n".join(bad) + "\n")
     if bad and unreadable == "refuse":
-        _write(plan.root / "unreadable.txt", "\n".join(bad) + "\n")
         shown = "\n".join(f"  {message}" for message in bad[:10])
         raise DataError(
-            f"{len(bad)} image(s) cannot be read (all are listed in {plan.root / 'unreadable.txt'}):\n{shown}\n"
+            f"{len(bad)} image(s) cannot be read (all are listed in {unread}):\n{shown}\n"
             "Leave them out with --unreadable leave-out, or replace or remove them; then run the same command again. "
             "After a removed image, all that follow are packed anew."
         )
     parts: dict[str, dict[str, Any]] = {}
+    left_out: Counter[str] = Counter()
     number = 0
     for part in PARTS:
         labels = np.array([label for _, label in plan.files(part)], dtype="<i4")
         sums, row = [], 0
         for _, _, files in plan.chunks(part):
             for i, _ in done[number].bad:
+                left_out[plan.layout.listing.classes[labels[row + i]]] += 1
                 labels[row + i] = LEFT_OUT
             sums.append(done[number].sum)
             row += len(files)
@@ -333,19 +360,22 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         for label, count in enumerate(np.bincount(labels[labels >= 0], minlength=len(plan.layout.listing.classes))):
             if count == 0:
                 name = plan.layout.listing.classes[label]
-                raise DataError(f"class {name!r} has no readable {part} image left: replace some, or leave it out")
-        _write(plan.root / f"{part}-labels.bin", labels.tobytes())
-        _write(plan.root / f"{part}-files.txt", names)
+                raise DataError(
+                    f"class {name!r} has no readable {part} image left (those that cannot be read are listed in "
+                    f"{unread}): replace some, or remove its folders; then run the same command again"
+                )
+        write(plan.root / f"{part}-labels.bin", labels.tobytes())
+        write(plan.root / f"{part}-files.txt", names)
         parts[part] = {
             "shards": plan.shards(part), "chunk": plan.chunk_rows, "sums": sums,
             "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
         }  # fmt: skip
     (plan.root / "left-out.txt").unlink(missing_ok=True)
     if bad:
-        _write(plan.root / "left-out.txt", "\n".join(bad) + "\n")
+        write(plan.root / "left-out.txt", "\n".join(bad) + "\n")
     for part in PARTS:
         for shard, _ in plan.shards(part):
-            _sync(plan.root / shard)
+            kept(plan.root / shard, partial(sync, plan.root / shard))
     layout = plan.layout
     content = [plan.side, layout.listing.classes, [[p["labels_hash"], p["sums"]] for p in parts.values()]]
     account = {
@@ -355,32 +385,15 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
         "fingerprint": digest(json.dumps(content).encode()),
         "about": {
             "layout": layout.name, "rule": layout.listing.rule, "class_list": layout.class_list,
-            "left_out": len(bad), "versions": VERSIONS, "key": plan.key,
+            "left_out": len(bad), "left_out_by_class": dict(left_out), "versions": VERSIONS, "key": plan.key,
             "sources": plan.sources,
         },
         "parts": parts,
     }  # fmt: skip
     temporary = plan.root / f"{STORE}.part"
-    _write(temporary, json.loads(json.dumps(account)))
+    write(temporary, json.loads(json.dumps(account)))
     os.replace(temporary, plan.root / STORE)
-    _sync(plan.root)
-    for leftover in (JOURNAL, "unreadable.txt"):
-        (plan.root / leftover).unlink(missing_ok=True)
+    sync(plan.root)
+    for leftover in (plan.root / JOURNAL, unread):
+        leftover.unlink(missing_ok=True)
     return open_store(plan.root)
-
-
-def _write(path: Path, content: bytes | str | dict[str, Any]) -> None:
-    text = sealed(content) if isinstance(content, dict) else content
-    try:
-        path.write_bytes(os.fsencode(text) if isinstance(text, str) else text)
-        _sync(path)
-    except OSError as error:
-        raise DataError(unwritten(path, error)) from error
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import PIL
 import torch
 
+from incvec.data.disk import unwritten
 from incvec.data.layouts import Layout
 from incvec.data.packed import FORMAT, PARTS, digest
 from incvec.errors import DataError
@@ -141,13 +142,6 @@ def _stamp(file: str) -> tuple[int, int] | None:
     except OSError:  # decoding tells
         return None
     return found.st_size, found.st_mtime_ns
-
-
-def unwritten(path: Path, error: OSError) -> str:
-    return (
-        f"could not write {path}: {error.strerror or error}. What was packed before is kept; free some space, then run "
-        "the same command again."
-    )
 
 
 class Journal:

@@ -15,7 +15,7 @@ from incvec.data.class_lists import ClassList, find_class_list
 from incvec.data.dataset import Dataset
 from incvec.data.folder import IMAGENET, decode_listing
 from incvec.data.layouts import list_images
-from incvec.data.packed import Placement, is_store, open_store
+from incvec.data.packed import Placement, Store, is_store, open_store
 from incvec.data.resize import CENTRE
 from incvec.errors import ConfigError, DataError
 
@@ -118,11 +118,19 @@ def _from_store(
             "layout": store.about["layout"],
             "split": store.about["rule"],
             "class_list": chosen.name if chosen is not None else store.about["class_list"],
-            "left_out": store.about["left_out"],
+            "left_out": _left_out(store, classes),
             "side": store.side,
             "seen": store.side if side is None else side,
         },
     )
+
+
+def _left_out(store: Store, classes: tuple[str, ...]) -> int:
+    """How many images of these classes could not be read; stores made before tell of all classes together."""
+    by_class: Mapping[str, int] | None = store.about.get("left_out_by_class")
+    if by_class is None:
+        return int(store.about["left_out"])
+    return sum(by_class.get(name, 0) for name in classes)
 
 
 def _chosen(images: Any, labels: torch.Tensor, have: tuple[str, ...], chosen: ClassList, path: Path) -> Any:
