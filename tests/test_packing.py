@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from incvec import cli
+from incvec import cli, packing
 from incvec.config import RunConfig
 from incvec.presets import preset_file, resolve
 from incvec.sweeping import plan, sweeps
@@ -46,6 +46,40 @@ def test_unreadable_images(tmp_path: Path) -> None:
     taken = incvec_(*command, "--unreadable", "leave-out")
     assert taken.exit_code == 0, taken.output
     assert "1 unreadable" in " ".join(taken.stdout.split())
+
+
+def test_a_place_is_told_as_it_is_written(tmp_path: Path) -> None:
+    """Brackets mean something to the library that prints."""
+    root, store = make_root(tmp_path / "images"), tmp_path / "st[bold]y[/]"
+    (root / "train" / "n00000001" / "notes.txt").write_text("not an image")
+    result = incvec_("data", "pack", root, store, "--size", "16", "--workers", "1")
+    assert result.exit_code == 0, result.output
+    assert str(store) in result.stdout
+    assert "0.0 MB at 16 x 16" in result.stdout
+    assert "1 other file(s) ignored" in result.stdout
+
+
+def test_going_on_tells_of_reading_back(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    bad = root / "train" / "n00000001" / "bad.jpg"
+    bad.write_text("text")
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    assert "read back" not in incvec_(*command).stdout
+    bad.unlink()
+    again = incvec_(*command)
+    assert again.exit_code == 0, again.output
+    assert "this store was broken off: what is there is read back and verified first" in again.stdout
+    assert "going on: 6 of 21 images were packed before" in again.stdout
+
+
+def test_checking_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the report, which stays as it is for programs that read it."""
+    root = make_root(tmp_path / "images")
+    monkeypatch.setattr(packing, "QUIET", 0.0)
+    result = incvec_("data", "check", root)
+    assert result.exit_code == 0, result.output
+    assert "checking: 21 of 21 images" in result.stderr
+    assert "checking:" not in result.stdout
 
 
 def test_a_missing_source_is_one_message(tmp_path: Path) -> None:

@@ -387,7 +387,12 @@ def data_check(
     folder: Annotated[Path, typer.Argument(help="A folder with cifar-100-python/, with class folders, or a store.")],
 ) -> None:
     """Verify a data set: checksums of CIFAR-100 or of a packed store, every image of a folder of class folders."""
-    for line in check(folder):
+    meter = packing.Meter(Console(stderr=True), "checking")
+    try:
+        lines = check(folder, meter)
+    finally:
+        meter.close()
+    for line in lines:
         typer.echo(line)
 
 

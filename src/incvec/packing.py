@@ -15,6 +15,7 @@ from incvec.data import aircraft
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
 from incvec.data.layouts import LAYOUTS, list_images
 from incvec.data.pack import pack
+from incvec.data.packed import amount
 from incvec.report.tables import duration
 
 QUIET = 10.0  # seconds between two lines where there is no terminal
@@ -29,26 +30,25 @@ LayoutName = StrEnum("LayoutName", {name.replace("-", "_"): name for name in LAY
 
 
 class Meter:
-    """How far packing is: a bar on a terminal, a line now and then elsewhere."""
+    """How far something is with its images: a bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, word: str = "packing") -> None:
+        self.console, self.word = console, word
         self.bar: Progress | None = None
         self.began: tuple[float, int] | None = None
         self.told = time.monotonic()
         self.done = 0
-        if console.is_terminal:
-            columns = (TextColumn("packing"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
-            self.bar = Progress(*columns, TextColumn("{task.fields[rate]}"), console=console, expand=True)
-            self.bar.start()
-            self.row = self.bar.add_task("", total=None, rate="")
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if self.began is None:
             self.began = now, done
-            if done:
-                self.console.print(f"going on: {done} of {total} images were packed before", highlight=False)
+            if self.console.is_terminal:
+                columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+                texts = TextColumn(self.word), TextColumn("{task.fields[rate]}")
+                self.bar = Progress(texts[0], *columns, texts[1], console=self.console, expand=True)
+                self.bar.start()
+                self.row = self.bar.add_task("", total=None, rate="")
         self.done = done
         rate = (done - self.began[1]) / max(now - self.began[0], 1e-9)
         if self.bar is not None:
@@ -56,15 +56,47 @@ class Meter:
         elif now - self.told >= QUIET:
             self.told = now
             left = f", {duration((total - done) / rate)} left" if rate else ""
-            self.console.print(f"{done} of {total} images, {rate:.0f} images/s{left}", highlight=False)
+            self.console.print(f"{self.word}: {done} of {total} images, {rate:.0f} images/s{left}", highlight=False)
 
-    def close(self) -> str:
+    def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.began is None else time.monotonic() - self.began[0]
+
+
+class PackingMeter(Meter):
+    """Of packing, which may have to read back what is there before it goes on."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.reading = Meter(console, "reading back")
+
+    def reading_back(self, done: int, total: int) -> None:
+        if self.reading.began is None:
+            self.tell("this store was broken off: what is there is read back and verified first")
+        self.reading(done, total)
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.began is None:
+            self.reading.close()
+            if done:
+                self.tell(f"going on: {done} of {total} images were packed before")
+        super().__call__(done, total)
+
+    def tell(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.reading.close()
+        super().close()
+
+    def summary(self) -> str:
         if self.began is None:
             return "packed before"
-        seconds = time.monotonic() - self.began[0]
-        return f"{self.done - self.began[1]} images packed in {duration(seconds)}"
+        return f"{self.done - self.began[1]} images packed in {duration(self.seconds)}"
 
 
 def data_pack(
@@ -92,21 +124,21 @@ def data_pack(
     found = list_images(source, None if layout is None else layout.value, chosen, ground_truth)
     listing = found.listing
     total = len(listing.train) + len(listing.test)
-    console.print(
+    meter = PackingMeter(console)
+    meter.tell(
         f"{found.name} layout ({listing.rule}): {len(listing.classes)} classes, {len(listing.train)} training and "
-        f"{len(listing.test)} test images, {total * 3 * size * size / 1e9:.1f} GB at {size} x {size}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-    meter = Meter(console)
-    summary = ""
+        f"{len(listing.test)} test images, {amount(total * 3 * size * size)} at {size} x {size}"
+    )
+    if listing.ignored:
+        meter.tell(f"{listing.ignored} other file(s) ignored: not images by their names")
     try:
-        made = pack(found, store, size, unreadable.value, workers, meter)
+        made = pack(found, store, size, unreadable.value, workers, meter, reading_back=meter.reading_back)
     finally:
-        summary = meter.close()
-    left_out = made.about["left_out"]
+        meter.close()
+    summary, left_out = meter.summary(), made.about["left_out"]
     if left_out:
         summary += f"; {left_out} unreadable, listed in {made.root / 'left-out.txt'}"
-    console.print(f"{summary}: {made.root}", highlight=False, soft_wrap=True)
+    meter.tell(f"{summary}: {made.root}")
 
 
 def data_aircraft(
@@ -124,7 +156,7 @@ def data_aircraft(
     """
     wanted = None if variants is None else [line.strip() for line in variants.read_text().splitlines() if line.strip()]
     for line in aircraft.copy(source.expanduser(), root.expanduser(), wanted):
-        Console().print(line, highlight=False, soft_wrap=True)
+        Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def register(data: typer.Typer) -> None:
