@@ -221,6 +221,13 @@ def test_panels_hold_what_belongs_together() -> None:
     assert all(panel.joint is not None for panel in found.values())
 
 
+def test_joint_training_from_scratch_is_no_bound_of_pretrained_models() -> None:
+    records = {"joint": sample("joint"), "scratch": sample(), "flyp": pretrained("flyp", variant="lite")}
+    found = {panel.groups[0].label: panel.joint for panel in panels(group(entries_of(records)))}
+    assert [name for name, joint in found.items() if joint is not None] == ["PODNet"]
+    assert len(found) == 2
+
+
 def test_curves_are_means_over_seeds() -> None:
     records = {str(s): sample(seed=s) for s in range(2)}
     (panel,) = panels(group(entries_of(records)))

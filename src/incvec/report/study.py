@@ -16,6 +16,7 @@ from typing import Any
 
 from incvec.config import digest
 from incvec.errors import DataError
+from incvec.methods import find_method
 from incvec.metrics import summarise
 from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
@@ -261,7 +262,8 @@ def group(entries: Sequence[Entry]) -> list[Group]:
 
 
 def panels(groups: Sequence[Group]) -> list[Panel]:
-    """A panel for each method, stream and setting of the method; joint training joins every panel of its data."""
+    """A panel for each method, stream and setting of the method; joint training joins every panel of its data
+    whose method is trained from scratch, too."""
     found: dict[str, list[Group]] = {}
     for each in groups:
         if each.first.record["method"] != "joint":
@@ -276,6 +278,7 @@ def panels(groups: Sequence[Group]) -> list[Panel]:
             each
             for each in groups
             if each.first.record["method"] == "joint"
+            and not find_method(kept[0].first.record["method"]).pretrained  # joint training begins from nothing
             and not each.first.record["addons"]
             and not each.first.changes
             and (each.dataset, sum(each.first.record["test_counts"])) == (kept[0].dataset, images)
