@@ -1,9 +1,10 @@
-"""What is refused when a run's parts are put together, before anything is trained."""
+"""How a run's parts are put together, and what is refused before anything is trained."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from incvec.data import Dataset
 from incvec.engine.build import pick_device
 from incvec.engine.run import finish
 from incvec.errors import ConfigError
-from tests.conftest import make_run, quick
+from tests.conftest import make_run, quick, same_weights
 
 
 def with_fewer(data: Dataset, label: int, count: int) -> Dataset:
@@ -44,6 +45,27 @@ def test_an_order_that_was_given_has_no_seed(few: Dataset, tmp_path: Path) -> No
     record = finish(make_run(few, tmp_path, quick("finetune", class_order=order, order_seed=7, stop_after=1)))
     assert (record["order_seed"], record["config"]["order_seed"]) == (None, None)
     assert record["class_order"] == record["config"]["class_order"] == order
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("icarl", {"loss": "sigmoid"}),  # divided by the outputs of the whole stream
+        ("flyp", {"schedule": "spu_cosine"}),  # which comes down to 0 over the whole stream
+        ("slca", {"compat": "spu"}),  # whose logits are padded to the whole stream's classes
+    ],
+)
+def test_stop_after_is_the_beginning_of_the_whole_stream(
+    method: str, options: dict[str, Any], few: Dataset, tmp_path: Path
+) -> None:
+    runs = [
+        make_run(few, tmp_path / "whole", quick(method, **{method: options})),
+        make_run(few, tmp_path / "short", quick(method, **{method: options}, stop_after=2)),
+    ]
+    whole, short = (finish(run) for run in runs)
+    assert short["accuracy"] == whole["accuracy"][:2]
+    for task in range(2):
+        same_weights(*(run.snapshot_path(task) for run in runs))
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

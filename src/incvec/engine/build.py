@@ -33,7 +33,7 @@ class Parts:
     method: Method
     addons: list[AddOn]
     test: ImageSource
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...]  # those that are trained; `world.tasks` are the whole stream's
     order: list[int]
     engine: str  # "eager" or "graph"
     precision: str
@@ -120,7 +120,7 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
     tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
-    tasks = tasks[: config.stop_after]
+    trained = tasks[: config.stop_after]  # methods know the whole stream: a run broken off is the whole one's beginning
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"
@@ -139,7 +139,7 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     last = device.type == "cuda"
     train = make_source(dataset.train_images, relabel(dataset.train_labels, order), views, device, last)
     test = make_source(dataset.test_images, relabel(dataset.test_labels, order), views, device, last)
-    check_counts(train, options, kind, tasks, dataset, order)
+    check_counts(train, options, kind, trained, dataset, order)
     channels, height, width = dataset.image_shape
     world = World(
         device=device,
@@ -160,7 +160,7 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     for name in config.addons:
         cls = find_addon(name)
         addons.append(cls(config.options(name, cls.Options), world, method))
-    return Parts(world, method, addons, test, tasks, order, engine, precision)
+    return Parts(world, method, addons, test, trained, order, engine, precision)
 
 
 def check_counts(
