@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from incvec.data import Dataset
-from incvec.engine.build import pick_device
+from incvec.engine.build import code_version, pick_device
 from incvec.engine.run import finish
 from incvec.errors import ConfigError
 from tests.conftest import make_run, quick, same_weights
@@ -51,7 +51,7 @@ def test_an_order_that_was_given_has_no_seed(few: Dataset, tmp_path: Path) -> No
     ("method", "options"),
     [
         ("icarl", {"loss": "sigmoid"}),  # divided by the outputs of the whole stream
-        ("flyp", {"schedule": "spu_cosine"}),  # which comes down to 0 over the whole stream
+        ("flyp", {"schedule": "spu_cosine", "epochs": 3}),  # which comes down to 0 over the whole stream
         ("slca", {"compat": "spu"}),  # whose logits are padded to the whole stream's classes
     ],
 )
@@ -66,6 +66,18 @@ def test_stop_after_is_the_beginning_of_the_whole_stream(
     assert short["accuracy"] == whole["accuracy"][:2]
     for task in range(2):
         same_weights(*(run.snapshot_path(task) for run in runs))
+
+
+def test_the_code_version_is_of_all_that_the_base_tasks_fisher_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = Path.read_bytes
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: read.append(f"{path.parent.name}/{path.name}") or original(path)
+    )
+    code_version.__wrapped__("finetune")
+    assert {name for name in read if name.startswith("ivt/")} == {"ivt/fisher.py", "ivt/names.py"}
+    assert {"methods/finetune.py", "methods/common.py", "engine/run.py", "nets/heads.py", "data/views.py"} <= set(read)
+    assert not {"methods/podnet.py", "addons/ivt.py"} & set(read)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

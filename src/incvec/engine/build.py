@@ -189,7 +189,7 @@ def check_counts(
 def code_version(method: str) -> str:
     """A hash of the source files a base task depends on."""
     root = Path(incvec.__file__).parent
-    files = [root / "contracts.py", root / "config.py", root / "fusing.py", *sorted((root / "ivt").glob("fisher*.py"))]
+    files = [root / name for name in ("contracts.py", "config.py", "fusing.py", "ivt/fisher.py", "ivt/names.py")]
     for room in ("data", "nets", "engine"):
         files += sorted((root / room).glob("*.py"))
     for ancestor in find_method(method).__mro__:
