@@ -178,6 +178,30 @@ def test_parameters_that_step_apart_are_averaged_apart():
     assert {name: value.item() for name, value in fisher.mean().items()} == {"a": 1.0, "b": 4.0, "c": 9.0}
 
 
+def test_a_set_that_steps_for_the_first_time_after_a_mean_is_counted():
+    parameters = {name: nn.Parameter(torch.ones(1)) for name in "ab"}
+    fisher = BatchFisher(parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.full((1,), 2.0)
+    fisher.accumulate(parameters.items())
+    fisher.mean()  # lays out the counters
+    fisher.zero_()
+    for _ in range(3):
+        fisher.accumulate([("a", parameters["a"])])
+    assert fisher.mean()["a"].item() == 4.0
+
+
+def test_what_was_restored_does_not_remember_who_stepped():
+    parameters = {"a": nn.Parameter(torch.ones(1))}
+    fisher = BatchFisher(parameters)
+    parameters["a"].grad = torch.ones(1)
+    fisher.accumulate(parameters.items())
+    fisher.restore({}, [])
+    assert not fisher.seen
+    fisher.accumulate(parameters.items())
+    assert list(fisher.mean()) == ["a"]
+
+
 def test_half_precision_gradients_are_squared_in_float32():
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     parameter.grad = torch.tensor([1e-4, 3e-4], dtype=torch.float16)  # squares below float16's smallest number

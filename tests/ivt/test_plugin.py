@@ -67,6 +67,22 @@ def test_cumulative_adds_the_last_epoch_of_each_task():
     torch.testing.assert_close(dict(ivt.cumulative), total)
 
 
+@pytest.mark.parametrize("memory", ["device", "host"])
+def test_cumulative_of_the_first_task_is_a_copy(memory):
+    """A captured step still adds into the old sums when it is replayed after the task."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, optimizer, memory=memory)
+    ivt.begin_task()
+    gradients = step(model, optimizer, seed=3)
+    ivt.end_epoch()
+    sums = ivt.fisher
+    ivt.end_task()
+    for total in sums.values():
+        total.add_(1)
+    torch.testing.assert_close(dict(ivt.cumulative), {name: g**2 for name, g in gradients.items()})
+
+
 def test_without_interval_the_user_teleports():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,6 +148,25 @@ def test_optimizer_state_can_be_reset_in_place():
     ivt.end_task()
     with pytest.raises(ValueError, match="reset"):
         IVT(model, optimizer_state="reset").begin_task()
+
+
+def test_reset_leaves_the_state_of_new_parameters_alone():
+    model = nn.ModuleDict({"old": nn.Linear(2, 2)})
+    ivt = IVT(model, interval=1, optimizer_state="reset")
+    for task in range(2):
+        if task:
+            model["new"] = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        ivt.begin_task(optimizer)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        ivt.end_epoch()
+        if task == 0:
+            ivt.end_task()
+    buffers = {name: optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
+    assert not buffers["old.weight"].any()
+    assert buffers["new.weight"].all()
 
 
 def test_new_rows_and_new_parameters_never_move_and_vanished_ones_are_dropped():

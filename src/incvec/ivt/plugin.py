@@ -405,7 +405,8 @@ class IVT:
         for name in self._fisher.seen:
             fresh, past = self._fisher.sums[name], self._cumulative.get(name)
             if past is None:
-                self._cumulative[name] = self._placed(fresh, fresh.device)
+                # A copy: a captured step that is replayed once more adds into the sums themselves.
+                self._cumulative[name] = self._placed(fresh.clone(), fresh.device)
             else:
                 past.add_(fresh.to(past.device))
         self._anchor = {}
