@@ -1,4 +1,4 @@
-"""The command line: `incvec run`, `list`, `show`, `report`, `data check`, `demo`.
+"""The command line: `incvec run`, `sweep`, `list`, `show`, `report`, `lab`, `data` and `demo`.
 
 A command resolves its configuration, hands it to the engine and shows what comes back; it computes nothing.
 """
