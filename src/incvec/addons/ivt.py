@@ -69,7 +69,7 @@ class IVTAddOn(AddOn):
             listen=False,  # and calls `accumulate` inside its step
         )
         self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they are interpolated
-        self.sums: dict[str, Tensor] = {}  # and their sums, where they are measured anew
+        self.sums: dict[str, Tensor] = {}  # and their sums, where one epoch measures them anew: never saved
         self._facts: dict[str, Any] = {}
 
     @classmethod
@@ -260,19 +260,15 @@ class IVTAddOn(AddOn):
 
     def state(self) -> dict[str, Tensor]:
         found = dict(self.plugin.state_dict())
-        found |= {f"buffers/{name}": tensor for name, tensor in self.buffers.items()}
-        return found | {f"sums/{name}": tensor for name, tensor in self.sums.items()}
+        return found | {f"buffers/{name}": tensor for name, tensor in self.buffers.items()}
 
     def snapshot(self) -> dict[str, Tensor]:
         asked = self.options.snapshot_fisher
         return self.state() if (not self.method.pretrained if asked is None else asked) else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        own = {"buffers/": self.buffers, "sums/": self.sums}
-        for prefix, kept in own.items():
-            kept.clear()
-            kept.update({n.removeprefix(prefix): t.clone() for n, t in state.items() if n.startswith(prefix)})
-        self.plugin.load_state_dict({n: t for n, t in state.items() if not n.startswith(tuple(own))})
+        self.buffers = {n.removeprefix("buffers/"): t.clone() for n, t in state.items() if n.startswith("buffers/")}
+        self.plugin.load_state_dict({n: t for n, t in state.items() if not n.startswith("buffers/")})
 
     def facts(self) -> dict[str, Any]:
         return self._facts

@@ -38,6 +38,7 @@ from incvec.engine.stage import StageLoop, check_rates
 from incvec.engine.trouble import explained, gpu_trouble
 from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
+from incvec.metrics import weighted_mean
 from incvec.records import read_record
 
 
@@ -313,8 +314,7 @@ class Run:
                 write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", (task.index + 1, 0, 0)))
         matrix = self.matrix()
         totals = task_counts(self.parts)
-        weighted = sum(a * n for a, n in zip(matrix[-1], totals, strict=False))
-        yield ev.TaskEnded(task.index, weighted / sum(totals[: task.index + 1]), matrix[-1])
+        yield ev.TaskEnded(task.index, weighted_mean(matrix[-1], totals), matrix[-1])
 
     # A stage --------------------------------------------------------------------------------------------
 
@@ -322,7 +322,6 @@ class Run:
         parts = self.parts
         number = self.position[1]
         listeners = self._listeners(task, stage)
-        main_of_base = task.index == 0 and stage.role == "main"
         if self.loop is None:
             self._reseed(task.index, stage.name, "begin_stage")
             rows = parts.method.begin_stage(task, stage) if stage.owner is None else None
@@ -352,7 +351,7 @@ class Run:
             self.views_generator.manual_seed(derive(self.config.seed, *where, "views", *lane))
             self.shuffle_generator.manual_seed(derive(self.config.seed, *where, "shuffle"))
             loop.prepare(epoch, self.shuffle_generator)
-            if main_of_base and loop.fisher is not None:
+            if loop.fisher is not None:
                 loop.fisher.zero_()
             for addon in listeners:
                 addon.begin_epoch(task, stage, epoch + 1)
@@ -374,7 +373,7 @@ class Run:
             yield from self._read_history(task, stage, loop, log, pending)
         log["seconds"] = round(log["seconds"] + time.monotonic() - began, 3)
         check_weights(loop.parameters, task, stage)
-        if main_of_base and loop.fisher is not None:
+        if loop.fisher is not None:
             self.base_fisher = {
                 name.removeprefix("model."): value
                 for name, value in loop.fisher.mean().items()

@@ -10,7 +10,6 @@ only; buffers (BatchNorm's statistics) go with the weights that the three states
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -111,8 +110,3 @@ def plane(
                     tensor.copy_(blend([state[name] for state in states], weights, name not in parameters))
                 values[-1].append(evaluate(model))
     return columns, rows, values
-
-
-def angle(plane_: Plane) -> float:
-    """Between the two directions, in degrees."""
-    return math.degrees(math.atan2(plane_.height, plane_.along))
