@@ -25,7 +25,7 @@ from incvec.config import Normalisation, TrainOptions
 from incvec.contracts import Batch, Group, Schedule, Stage, Task, Terms
 from incvec.data.select import kmeans
 from incvec.fusing import fused
-from incvec.methods.common import ImageMethod, extract
+from incvec.methods.common import ExemplarMethod, extract
 from incvec.nets import Head, ProxyHead, mean_row_norm
 
 
@@ -80,12 +80,11 @@ def pod_spatial(new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
     return torch.stack(distances).mean()
 
 
-class PODNet(ImageMethod):
+class PODNet(ExemplarMethod):
     name = "podnet"
     summary = "pooled outputs distillation, multi-proxy classifier, balanced stage"
     paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, https://arxiv.org/abs/2004.13513"
     Options = PODNetOptions
-    exemplars = True
     options: PODNetOptions
 
     def make_head(self, width: int) -> Head:
@@ -125,12 +124,6 @@ class PODNet(ImageMethod):
     def trained(self, task: Task) -> tuple[str, ...]:
         return ("model.backbone", "model.head.scale", f"model.head.blocks.{task.index}")
 
-    def begin_stage(self, task: Task, stage: Stage) -> Tensor:
-        if stage.role == "balance":
-            self.herd_new(task)
-            return self.balanced_rows(task)
-        return super().begin_stage(task, stage)
-
     def loss(self, batch: Batch) -> Terms:
         o, task = self.options, self.task
         maps, features, scores = self.model(batch.images)
@@ -148,14 +141,3 @@ class PODNet(ImageMethod):
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
         torch._foreach_clamp_max_(gradients, self.options.clamp)
         torch._foreach_clamp_min_(gradients, -self.options.clamp)
-
-    def end_task(self, task: Task) -> None:
-        if len(self.store.get("memory", ())) < task.n_seen:  # no balanced stage has done it
-            self.herd_new(task)
-
-    def begin_evaluation(self, task: Task) -> None:
-        self.nearest_mean_setup(task)
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        _, features, scores = self.model(images)
-        return {"cnn": scores, "nme": self.nearest_mean(features)}
