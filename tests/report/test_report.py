@@ -17,7 +17,7 @@ from incvec.errors import DataError
 from incvec.presets import changed_settings
 from incvec.records import find_records
 from incvec.report import charts, contents, document, figures, labs, reproduced, sheet, style
-from incvec.report.reproduced import Comparison
+from incvec.report.compare import Comparison
 from incvec.report.study import Entry, group, load, panels
 from tests.report.samples import sample, study, walk, write
 

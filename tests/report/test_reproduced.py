@@ -10,20 +10,8 @@ import pytest
 from incvec.presets import changed_settings, resolve
 from incvec.records import find_records, read_record
 from incvec.report import ablations
-from incvec.report.reproduced import (
-    bound_table,
-    gains,
-    kind,
-    others,
-    page,
-    paper,
-    paper_file,
-    paper_gains,
-    runs_of,
-    stand_in,
-    switch_table,
-    table,
-)
+from incvec.report.compare import kind, paper, paper_file, paper_gains, runs_of
+from incvec.report.reproduced import bound_table, gains, others, page, stand_in, switch_table, table
 from tests.report.samples import sample
 
 RESULTS = Path(__file__).parents[2] / "results"

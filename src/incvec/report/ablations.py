@@ -10,7 +10,7 @@ from typing import Any
 from incvec.config import RunConfig
 from incvec.presets import resolve
 from incvec.report import style
-from incvec.report.reproduced import (
+from incvec.report.compare import (
     METRICS,
     Comparison,
     alike,

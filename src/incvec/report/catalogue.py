@@ -23,8 +23,8 @@ from incvec.nets.dual import DUALS
 from incvec.presets import presets
 from incvec.records import find_records, read_record
 from incvec.report import summary
+from incvec.report.compare import Comparison, cell_text, known, paper_rows, row_name, standard_cells
 from incvec.report.pretrained import is_clip, starts_pretrained
-from incvec.report.reproduced import Comparison, cell_text, known, paper_rows, row_name, standard_cells
 
 Record = Mapping[str, Any]
 BEGIN, END = "<!-- catalogue: begin -->", "<!-- catalogue: end -->"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from incvec.records import title
 from incvec.report import style
-from incvec.report.reproduced import METRICS, Comparison, compare_gains, is_standard, paper_rows, settings_text
+from incvec.report.compare import METRICS, Comparison, compare_gains, is_standard, paper_rows, settings_text
 from incvec.report.study import Entry, Group, Panel, Stream, host_text
 
 

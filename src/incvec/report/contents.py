@@ -9,8 +9,7 @@ from typing import Any
 
 from incvec.presets import changed_settings
 from incvec.report import style, tables
-from incvec.report.pretrained import starts_pretrained
-from incvec.report.reproduced import (
+from incvec.report.compare import (
     METRICS,
     TASKS,
     Comparison,
@@ -20,6 +19,7 @@ from incvec.report.reproduced import (
     settings_text,
     yaml_value,
 )
+from incvec.report.pretrained import starts_pretrained
 from incvec.report.sheet import Cell, Column, Row, Sheet, number, spread, word
 from incvec.report.study import Entry, Group
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import incvec
 from incvec.errors import DataError
-from incvec.report import ablations, charts, contents, figures, labs, pretrained, reproduced, sheet, style
+from incvec.report import ablations, charts, compare, contents, figures, labs, pretrained, reproduced, sheet, style
 from incvec.report.charts import Chart, Heat
 from incvec.report.sheet import Sheet
 from incvec.report.study import Entry, Group, group, panels
@@ -38,7 +38,7 @@ def sections(entries: Sequence[Entry], findings: Sequence[labs.Finding] = ()) ->
     """All of the report, data set by data set; parts that would be empty are left out."""
     groups = group(entries)
     found: list[Section] = []
-    usual = [*reproduced.paper(), *reproduced.paper_file()["pretrained"]]  # the paper's order, then by name
+    usual = [*compare.paper(), *compare.paper_file()["pretrained"]]  # the paper's order, then by name
     names = sorted({each.dataset for each in groups})
     for dataset in sorted(names, key=lambda name: usual.index(name) if name in usual else len(usual)):
         found += dataset_sections(dataset, groups, [e for e in entries if e.record["dataset"] == dataset])
@@ -66,7 +66,7 @@ def dataset_sections(dataset: str, every: Sequence[Group], entries: Sequence[Ent
     sheets = [*contents.paper_sheets(entries), *(ablations.sheets(dataset, scratch) if scratch else [])]
     sheets += pretrained.sheets(dataset, [entry.record for entry in entries])
     clip = any(pretrained.is_clip(entry.record) for entry in entries)
-    comparable = (reproduced.paper() if scratch else ()), (reproduced.paper_file()["pretrained"] if clip else ())
+    comparable = (compare.paper() if scratch else ()), (compare.paper_file()["pretrained"] if clip else ())
     known = any(dataset in names for names in comparable)
     yield part("paper", "beside the paper" if known else "after the last task", sheets, last)
     gap = contents.gap_sheet(dataset, tested)

@@ -13,7 +13,7 @@ from typing import Any
 from incvec.methods import find_method
 from incvec.presets import changed_settings
 from incvec.report import style
-from incvec.report.reproduced import Comparison, known, made_from, minus, paper_file, row_name, spread
+from incvec.report.compare import Comparison, known, made_from, minus, paper_file, row_name, spread
 from incvec.report.sheet import Cell, Column, Row, Sheet, number, word
 from incvec.report.sheet import spread as sheet_spread
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from incvec.report.reproduced import Comparison
+from incvec.report.compare import Comparison
 
 LONG = 40  # letters of code that may break
 COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")

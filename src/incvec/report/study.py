@@ -21,7 +21,7 @@ from incvec.metrics import summarise
 from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
 from incvec.report import style
-from incvec.report.reproduced import METRICS, settings_text, yaml_value
+from incvec.report.compare import METRICS, settings_text, yaml_value
 
 TOLERANCE = 1e-6  # between a record's summaries and those of its matrix
 

@@ -13,8 +13,8 @@ from typing import Any
 from incvec.lab.drawing import findings, read
 from incvec.records import find_records, read_record
 from incvec.report import style
+from incvec.report.compare import TASKS, Comparison, compare, paper
 from incvec.report.labs import run_name
-from incvec.report.reproduced import TASKS, Comparison, compare, paper
 from incvec.report.tables import duration
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
