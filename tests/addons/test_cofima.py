@@ -106,6 +106,19 @@ def test_fisher_merge_is_the_mean_over_all_tasks(few: Dataset, tmp_path: Path, m
     assert not torch.equal(rows[2]["merged"]["head.blocks.1.weight"], rows[2]["new"]["head.blocks.1.weight"])
 
 
+def test_fisher_merge_leaves_a_weight_without_fisher_as_trained(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PODNet's scale is no part of the logits, so its F is 0 in every task."""
+    rows = record_merges(monkeypatch, FisherMerge)
+    run_on(few, tmp_path, "podnet", "fisher-merge")
+    assert len(rows) == 3
+    for row in rows[1:]:
+        assert row["fisher"]["head.scale"].item() == 0
+        assert not torch.equal(row["old"]["head.scale"], row["new"]["head.scale"])
+        assert torch.equal(row["merged"]["head.scale"], row["new"]["head.scale"])
+
+
 def test_clipping_is_of_fisher_merge_only_where_asked_for() -> None:
     assert CoFiMAOptions.model_fields["clip"].default == 1e-4
     assert FisherMergeOptions.model_fields["clip"].default is None

@@ -49,6 +49,17 @@ def test_mode_weighs_by_fisher(few: Dataset, tmp_path: Path, monkeypatch: pytest
             assert torch.allclose(value.double(), wanted, rtol=1e-4, atol=1e-6), name
 
 
+def test_a_weight_without_fisher_is_the_last_tasks(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PODNet's scale is no part of the logits, so its F is 0 in every task."""
+    trained = record_trained(monkeypatch, IMM)
+    run = run_on(few, tmp_path, "podnet", "imm")
+    for task in (1, 2):
+        assert not torch.equal(trained[task]["head.scale"], trained[task - 1]["head.scale"])
+        assert torch.equal(snapshot(run, task)["head.scale"], trained[task]["head.scale"])
+
+
 @pytest.mark.parametrize("moment", ["mean", "mode"])
 def test_training_is_left_alone(moment: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = record_trained(monkeypatch, IMM)

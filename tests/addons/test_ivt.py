@@ -231,6 +231,16 @@ def test_fisher_adds_up_over_tasks(few: Dataset, tmp_path: Path, teleports: Tele
 # Beside a run without it --------------------------------------------------------------------------------
 
 
+def test_f_is_of_gradients_as_the_methods_transform_leaves_them(
+    few: Dataset, tmp_path: Path, teleports: Teleports
+) -> None:
+    """PODNet clamps its gradients, so no F, neither the base task's nor an increment's, is above the clamp squared."""
+    run_on(few, tmp_path, "podnet", "ivt", podnet={"clamp": 1e-3}, tasks=1)
+    for part in ("past", "fisher"):
+        largest = max(float(f.max()) for f in teleports.rows[0][part].values())
+        assert 0.5e-6 < largest <= 1.001e-6
+
+
 @pytest.mark.parametrize("method", ["finetune", "podnet", "pass", "mrfa"])
 def test_batches_are_the_same_until_the_first_teleport(
     method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -538,6 +548,21 @@ def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, m
                 assert not tensor.any(), name
             else:
                 assert torch.equal(tensor, old[name]), name
+
+
+def test_a_head_that_is_kept_keeps_its_optimiser_state(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def after(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        named = dict(self.method.model.named_parameters())
+        names = ("head.blocks.0.weight", "backbone.stem.conv.weight")
+        seen.append(tuple(bool(optimiser.state[named[n]]["momentum_buffer"].any()) for n in names))  # type: ignore[arg-type]
+
+    watch(monkeypatch, IVTAddOn, "end_epoch", after=after)
+    run_on(few, tmp_path, "finetune", "ivt", ivt={"head": "keep", "optimiser_state": "reset"}, tasks=1)
+    assert seen == [(True, False)] * 2
 
 
 def test_an_optimiser_without_state_can_be_reset(few: Dataset, tmp_path: Path) -> None:

@@ -107,6 +107,14 @@ def test_old_rows_are_trained_where_a_loss_reaches_them(
     assert run._plan(run.parts.tasks[1])[0].groups[0].prefixes == ("model", "auxiliary")
 
 
+def test_rows_stay_though_later_tasks_train_them(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = record_trained(monkeypatch, MagMax)
+    run = run_on(few, tmp_path, "finetune", "magmax")  # its softmax runs over all classes seen
+    name = "head.blocks.1.weight"
+    assert not torch.equal(trained[2][name], trained[1][name])
+    assert torch.equal(snapshot(run, 2)[name], trained[1][name])
+
+
 def test_a_task_is_taken_in_once(few: Dataset, tmp_path: Path) -> None:
     """Asked again, even with other weights in the model, the add-on gives the same answer."""
     run = run_on(few, tmp_path, "finetune", "magmax")

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from incvec.contracts import Task
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.methods.fcs import FCS, contrastive_loss, draw_partners, draw_weights, pair_labels
 from incvec.presets import preset, resolve
+from tests.addons.tools import run_on, watch
 from tests.conftest import make_run, quick, weights
 from tests.methods.endings import in_task
 
@@ -207,6 +210,29 @@ def test_the_transfer_starts_as_the_identity(few: Dataset, tmp_path: Path) -> No
     assert method.auxiliary.transfer is not None
     h = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(method.auxiliary.transfer(h), h)
+
+
+def test_old_prototypes_pass_through_the_transfer(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[tuple[Tensor, Tensor]] = []
+
+    def before(self: FCS, task: Task) -> None:
+        if task.index > 0:
+            known, transfer = self.store["prototypes"], self.auxiliary.transfer
+            assert transfer is not None
+            rows.append((known.clone(), (known @ transfer.weight.T + transfer.bias).detach()))
+
+    def after(self: FCS, task: Task) -> None:
+        if task.index > 0:
+            known, wanted = rows[-1]
+            found = self.store["prototypes"][: task.n_old]
+            assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(found, known)
+
+    watch(monkeypatch, FCS, "end_task", before=before, after=after)
+    run_on(few, tmp_path, "fcs")
+    assert len(rows) == 2
 
 
 def test_one_class_at_a_time(few: Dataset, tmp_path: Path) -> None:

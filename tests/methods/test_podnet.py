@@ -188,6 +188,15 @@ def test_memory_grows_by_task_and_is_never_chosen_again(few: Dataset, tmp_path: 
     assert torch.equal(labels, torch.arange(4)[:, None].expand(4, 3))
 
 
+def test_the_oracle_trains_on_all_images_of_the_classes_seen(few: Dataset, tmp_path: Path) -> None:
+    method = in_task(PODNet, few, tmp_path, 1, oracle=True)
+    wanted = (method.world.train.labels < method.task.n_seen).nonzero().flatten()
+    stages = method.stages(method.task)
+    assert [stage.name for stage in stages] == ["main", "balance"]
+    for stage in stages:
+        assert torch.equal(method.begin_stage(method.task, stage).sort().values, wanted)
+
+
 def test_the_teacher_is_the_model_before(few: Dataset, tmp_path: Path) -> None:
     before = turned(few, tmp_path / "a", 0)
     after = turned(few, tmp_path / "b", 1)
