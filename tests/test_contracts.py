@@ -13,10 +13,16 @@ def test_cosine_is_torchs_annealing_stepped_once_an_epoch() -> None:
     annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 5)
     wanted = []
     for _ in range(5):
-        wanted.append(optimiser.param_groups[0]["lr"])
+        wanted += [optimiser.param_groups[0]["lr"]] * 2
         optimiser.step()
         annealing.step()
-    assert Schedule("cosine").factors(5).tolist() == pytest.approx(wanted)
+    assert Schedule("cosine").factors(5, 2).tolist() == pytest.approx(wanted)
+
+
+def test_warm_up_by_epoch_and_by_step() -> None:
+    assert Schedule(warmup=2).factors(3, 2).tolist() == [0.5, 0.5, 1, 1, 1, 1]
+    fine = Schedule("steps", milestones=(2,), warmup=2, by="step").factors(3, 2)
+    assert fine.tolist() == pytest.approx([0.5, 0.75, 1, 1, 0.1, 0.1])
 
 
 def test_a_prefix_ends_at_a_dot() -> None:

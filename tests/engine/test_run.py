@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from incvec.addons.ivt import IVTAddOn
+from incvec.contracts import Schedule, Stage, Task
 from incvec.data import Dataset
 from incvec.engine import evaluate
 from incvec.engine.losses import History, read_terms
@@ -67,3 +69,17 @@ def test_the_padding_of_the_last_chunk_counts_for_nothing(
     for chunk in range(2, 12):
         monkeypatch.setattr(evaluate, "CHUNK", chunk)
         assert evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task) == whole
+
+
+def test_a_schedule_by_step_has_a_rate_for_each(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, plan, rates = Schedule("cosine", by="step"), Finetune.stages, list[float]()
+
+    def finely(method: Finetune, task: Task) -> list[Stage]:
+        return [replace(stage, schedule=schedule) for stage in plan(method, task)]
+
+    monkeypatch.setattr(Finetune, "stages", finely)
+    watch(monkeypatch, torch.optim.SGD, "step", before=lambda own, *_: rates.append(float(own.param_groups[0]["lr"])))
+    run_on(few, tmp_path, "finetune", finetune={"epochs": 2, "lr": 0.5}, tasks=1, stop_after=1)
+    wanted = 0.5 * schedule.factors(2, len(rates) // 2)
+    assert len(set(rates)) == 4
+    assert rates == pytest.approx(wanted.tolist())
