@@ -68,7 +68,7 @@ class Norm(nn.BatchNorm2d):
 
     With a fixed momentum nothing reads the counter; keeping it costs one kernel a layer and step, and an
     integer among the buffers that merges and interpolations would have to step around. (torch's cumulative
-    average, `momentum=None`, would need the counter: who recalibrates averages over the batches himself.)
+    average, `momentum=None`, would need the counter; a recalibration adds up the batches instead.)
     """
 
     def __init__(self, channels: int) -> None:
