@@ -48,13 +48,14 @@ def test_unequal_tasks_weigh_accuracy_by_images_and_forgetting_by_tasks() -> Non
 def test_the_best_accuracy_may_come_later_than_the_first() -> None:
     got = summarise([[50.0], [80.0, 70.0], [60.0, 75.0, 90.0]], [1, 1, 1])
     assert got["FM"] == pytest.approx((20 - 5) / 2)  # the last row is not among the maximum's
+    assert got["fm_pycil"] == pytest.approx((20 + 0) / 2)  # where it is, a task that gained has forgotten nothing
     assert got["fm_first_last"] == pytest.approx((-10 - 5) / 2)
 
 
 def test_a_single_task() -> None:
     got = summarise([[77.0]], [100])
     assert got["AA"] == got["LA"] == got["plasticity"] == 77
-    assert [got["FM"], got["fm_spu"], got["fm_first_last"], got["fm_inclearn"]] == [None] * 4
+    assert [got["FM"], got["fm_spu"], got["fm_first_last"], got["fm_pycil"], got["fm_inclearn"]] == [None] * 5
     assert inclearn_forgetting([[3, 4]], [5, 5]) is None
 
 
@@ -80,7 +81,11 @@ def test_identities_between_the_variants(drawn: tuple[list[list[float]], list[in
     assert got["fm_first_last"] is not None
     assert got["fm_spu"] == pytest.approx(((size - 1) * got["FM"] - newest) / size, abs=1e-9)
     assert got["FM"] == pytest.approx((size * got["fm_spu"] + newest) / (size - 1), abs=1e-9)
+    assert got["fm_pycil"] is not None
     assert got["fm_first_last"] <= got["FM"] + 1e-9
+    assert got["FM"] <= got["fm_pycil"] + 1e-9
+    drops = [max(row[i] for row in rows[i:]) - rows[-1][i] for i in range(size - 1)]
+    assert got["fm_pycil"] == pytest.approx(sum(drops) / (size - 1), abs=1e-9)
     assert min(rows[-1]) - 1e-9 <= got["LA"] <= max(rows[-1]) + 1e-9
     equal = summarise(rows, [7] * size)
     best = [max(row[i] for row in rows[i:-1]) for i in range(size - 1)]

@@ -15,6 +15,7 @@ elsewhere, so those are kept apart by name and never mixed with FM:
 
     fm_first_last   A[i][i] in place of the maximum: minus the backward transfer
     fm_spu          SPU's code: also the newest task, whose earlier accuracies it takes as 0, over T
+    fm_pycil        PyCIL's code: the last task among the maximum's, so that no task counts negative
     fm_inclearn     the code of PODNet's authors: see `inclearn_forgetting`
 
 A single task forgets nothing that could be measured: there every forgetting value is None.
@@ -47,6 +48,7 @@ class Summary(TypedDict):
     FM: float | None
     fm_spu: float | None
     fm_first_last: float | None
+    fm_pycil: float | None
     fm_inclearn: float | None
     plasticity: float
     gap_closed: float | None
@@ -90,6 +92,7 @@ def summarise(
         FM=forgotten / len(old) if old else None,
         fm_spu=(forgotten - last[-1]) / len(rows) if old else None,
         fm_first_last=mean([rows[i][i] - last[i] for i in old]) if old else None,
+        fm_pycil=mean([max(best[i] - last[i], 0.0) for i in old]) if old else None,
         fm_inclearn=inclearn,
         plasticity=mean([row[-1] for row in rows]),
         gap_closed=None if plain is None or oracle is None else gap_closed(a[-1], plain, oracle),
