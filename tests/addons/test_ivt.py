@@ -194,16 +194,22 @@ def test_a_single_teleport_at_the_end_cannot_be_left_out() -> None:
 
 
 def test_which_reading_is_the_default() -> None:
-    """From scratch the last epoch trains on and the classifier is left alone, pre-trained it is Algorithm 1's letter;
-    a record of before these options existed is one to the letter."""
-    given = {"method": "podnet", "addons": ["ivt"], "dataset": "cifar100"}
-    scratch = resolve(given).resolved()
-    lite = resolve({**given, "method": "flyp", "variant": "lite"}).sections["ivt"]
-    assert [scratch["ivt"][key] for key in ("last", "head")] == ["skip", "keep"]
-    assert [lite[key] for key in ("last", "head")] == ["teleport", "teleport"]
-    assert changed_settings(scratch) == {}
-    old = {key: value for key, value in scratch["ivt"].items() if key not in ("last", "head")}
-    assert changed_settings({**scratch, "ivt": old}) == {"ivt.last": "teleport", "ivt.head": "teleport"}
+    """From scratch no teleport follows the last epoch and the classifier is left alone; PODNet, the digits and
+    pre-trained models keep to Algorithm 1's letter, and a record of before these options existed is one of it."""
+    letter = {"last": "teleport", "head": "teleport"}
+    given = {"method": "mrfa", "addons": ["ivt"], "dataset": "cifar100"}
+
+    def reading(**other: str) -> dict[str, str]:
+        found = resolve({**given, **other}).sections["ivt"]
+        return {key: found[key] for key in letter}
+
+    assert reading() == reading(method="pass", dataset="tiny-imagenet-100", variant="short")
+    assert reading() == {"last": "skip", "head": "keep"}
+    assert reading(method="podnet") == reading(dataset="digits") == reading(method="flyp", variant="lite") == letter
+    usual = resolve(given).resolved()
+    assert changed_settings(usual) == {}
+    old = {key: value for key, value in usual["ivt"].items() if key not in letter}
+    assert changed_settings({**usual, "ivt": old}) == {"ivt.last": "teleport", "ivt.head": "teleport"}
 
 
 @pytest.mark.parametrize("method", ["pass", "mrfa"])

@@ -1,7 +1,8 @@
 """The paper's settings as data, and how a run's configuration is put together from them.
 
 One YAML file for each method and add-on: a mapping from data set (`cifar100`, or `cifar100.authors` for a
-variant) to option values. Layers, weakest first: the options' own defaults, the preset, what the caller gave.
+variant) to option values; an add-on's file may have `+podnet`, for one host on any data set. Layers, weakest first: the
+options' own defaults, the preset, what the caller gave.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def preset_file(component: str) -> dict[str, dict[str, Any]]:
     return content
 
 
-def preset(component: str, dataset: str, variant: str = "paper") -> dict[str, Any]:
-    """Option values for one component on one data set; the paper's are the plain entry."""
+def preset(component: str, dataset: str, variant: str = "paper", host: str | None = None) -> dict[str, Any]:
+    """Option values for one component on one data set, of an add-on with its host; the paper's are the plain entry."""
     content = preset_file(component)
     values = dict(content.get(dataset, {}))
     if variant != "paper":
         values |= content.get(f"{dataset}.{variant}", {})
-    return values
+    return values | content.get(f"+{host}", {})
 
 
 def presets() -> list[dict[str, str]]:
@@ -73,6 +74,8 @@ def presets() -> list[dict[str, str]]:
     rows = []
     for component in [*METHODS, *ADDONS]:
         for key in preset_file(component):
+            if key.startswith("+"):
+                continue
             dataset, _, variant = key.partition(".")
             name = "-".join(part for part in (component, dataset, variant) if part)
             rows.append({"name": name, "component": component, "dataset": dataset, "variant": variant or "paper"})
@@ -105,7 +108,8 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
         if not isinstance(own, Mapping):
             raise ConfigError(f"{name} takes settings of its own ({name}.key=value), it was given {own!r}.")
         which = "pretrained" if pretrained and name != method else variant  # the paper treats those models otherwise
-        options = validate(kind, {**preset(name, dataset, which), **own}, where=name)
+        host = None if name == method else method
+        options = validate(kind, {**preset(name, dataset, which, host), **own}, where=name)
         sections[name] = options.model_dump(mode="json")
     fields = set(RunConfig.model_fields) - {"sections"}
     for key in given:
