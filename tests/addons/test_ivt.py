@@ -194,18 +194,21 @@ def test_a_single_teleport_at_the_end_cannot_be_left_out() -> None:
 
 
 def test_which_reading_is_the_default() -> None:
-    """From scratch no teleport follows the last epoch and the classifier is left alone; PODNet, the digits and
-    pre-trained models keep to Algorithm 1's letter, and a record of before these options existed is one of it."""
-    letter = {"last": "teleport", "head": "teleport"}
+    """From scratch no teleport follows the last epoch and the classifier is left alone; PASS and FCS take the
+    statistics back, too; PODNet, the digits and pre-trained models keep to Algorithm 1's letter, and a record of before
+    these options existed is one of it."""
     given = {"method": "mrfa", "addons": ["ivt"], "dataset": "cifar100"}
+    letter = {"batchnorm": "keep", "last": "teleport", "head": "teleport"}
 
     def reading(**other: str) -> dict[str, str]:
         found = resolve({**given, **other}).sections["ivt"]
         return {key: found[key] for key in letter}
 
-    assert reading() == reading(method="pass", dataset="tiny-imagenet-100", variant="short")
-    assert reading() == {"last": "skip", "head": "keep"}
+    assert reading() == reading(dataset="tiny-imagenet-100", variant="short")
+    assert reading() == {"batchnorm": "keep", "last": "skip", "head": "keep"}
     assert reading(method="podnet") == reading(dataset="digits") == reading(method="flyp", variant="lite") == letter
+    assert reading(method="pass") == reading(method="fcs", dataset="digits")
+    assert reading(method="pass") == {"batchnorm": "interpolate", "last": "teleport", "head": "keep"}
     usual = resolve(given).resolved()
     assert changed_settings(usual) == {}
     old = {key: value for key, value in usual["ivt"].items() if key not in letter}
