@@ -18,7 +18,7 @@ from incvec.errors import CheckpointError, ConfigError
 from incvec.ivt import IVT
 from incvec.methods import METHODS, find_method
 from incvec.nets.resnet import Stem
-from incvec.presets import changed_settings, resolve
+from incvec.presets import changed_settings, preset, resolve
 from tests.addons.tools import Tensors, record_batches, run_on, same, snapshot, state_of, watch
 from tests.conftest import make_run, quick, same_record, same_weights, weights
 
@@ -205,6 +205,8 @@ def test_which_reading_is_the_default() -> None:
         return {key: found[key] for key in letter}
 
     assert reading() == reading(dataset="tiny-imagenet-100", variant="short")
+    assert reading() == reading(dataset="folder") == reading(dataset="packed")
+    assert {"last": "teleport", "head": "teleport"}.items() <= preset("ivt", "folder", "pretrained").items()
     assert reading() == {"batchnorm": "keep", "last": "skip", "head": "keep"}
     assert reading(method="podnet") == reading(dataset="digits") == reading(method="flyp", variant="lite") == letter
     assert reading(method="pass") == reading(method="fcs", dataset="digits")
