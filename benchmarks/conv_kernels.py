@@ -2,6 +2,7 @@
 
     python benchmarks/conv_kernels.py --json results/benchmarks/conv-kernels.json      # on a CUDA device
     python benchmarks/conv_kernels.py --seconds 60 --no-step                           # the layers only
+    python benchmarks/conv_kernels.py --no-step --shapes 64,64,56,56                   # of another network
 
 Each product of each layer of ResNet-32 is captured in a CUDA graph of many launches and replayed; a launch's time
 is the median replay over the launches. `cold` goes round among more inputs than the cache holds, `hot` stays on one:
@@ -53,7 +54,8 @@ TILES: dict[int, list[Tiles]] = {
     ],
     64: [
         Tiles(64, 32, 1, 0, 4), Tiles(64, 16, 1, 0, 4), Tiles(64, 64, 1, 3, 4), Tiles(128, 32, 1, 3, 8),
-        Tiles(64, 64, 1, 0, 8), Tiles(64, 32, 1, 3, 4), Tiles(128, 16, 1, 0, 8),
+        Tiles(64, 64, 1, 0, 8), Tiles(64, 32, 1, 3, 4), Tiles(128, 16, 1, 0, 8), Tiles(128, 64, 1, 3, 8),
+        Tiles(128, 64, 1, 0, 8),
     ],
 }  # fmt: skip
 SUMS: dict[int, list[Sums]] = {
@@ -174,9 +176,9 @@ def search(problem: Problem, kind: str, cuts: list[Any], deadline: float) -> lis
     return rows
 
 
-def layers(batch: int, seconds: float, found: dict[str, Any], save: Callable[[], None]) -> None:
+def layers(shapes: list[Shape], batch: int, seconds: float, found: dict[str, Any], save: Callable[[], None]) -> None:
     """Every product of every layer shape; prints a table as it goes."""
-    jobs = [(shape, kind) for shape in SHAPES for kind in KINDS]
+    jobs = [(shape, kind) for shape in shapes for kind in KINDS]
     start = time.monotonic()
     print(
         f"{'layer':>16} {'product':>10} {'cuDNN cold/hot us':>18} {'ours cold/hot us':>17} {'times':>6}  cut",
@@ -264,10 +266,22 @@ def step_time(on: bool, epochs: int, small: bool) -> dict[str, Any]:
     }
 
 
+def layer_shape(text: str) -> Shape:
+    """Channels in, channels out, height and width, with commas between."""
+    try:
+        inputs, outputs, height, width = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected four numbers, such as 64,64,56,56") from None
+    if inputs not in TILES or outputs not in TILES or min(height, width) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {', '.join(map(str, TILES))} channels and a size")
+    return inputs, outputs, height, width
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=90.0, help="for the search over cuts")
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--shapes", type=layer_shape, nargs="+", default=SHAPES, help="by default ResNet-32's")
     parser.add_argument("--epochs", type=int, default=8, help="of the base task, to time its step")
     parser.add_argument("--no-step", action="store_true", help="the layers only")
     parser.add_argument("--no-layers", action="store_true", help="the step only, with the cuts in the tables")
@@ -286,8 +300,9 @@ def main() -> None:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
     if not arguments.no_layers:
-        layers(arguments.batch, arguments.seconds, found, save)
+        layers(arguments.shapes, arguments.batch, arguments.seconds, found, save)
         adopt(found)
+    if not arguments.no_layers and arguments.shapes == SHAPES:
         total = dict.fromkeys(("cudnn", "best"), 0.0)
         for row in found["layers"]:
             for side in total:

@@ -234,6 +234,13 @@ def test_on_a_cpu_torchs_operators_are_used() -> None:
     assert kernels.stem(Stem(3, 16, "3x3"), torch.zeros(1, 3, 4, 4)) is None
 
 
+def test_maps_of_imagenets_size_are_left_to_cudnn() -> None:
+    assert kernels._fits(32, 32, 1)
+    assert kernels._fits(16, 16, 2)
+    assert not kernels._fits(56, 56, 1)
+    assert not kernels._fits(15, 15, 2)
+
+
 def test_every_cut_in_the_tables_is_possible() -> None:
     for table in (launch.FORWARD, launch.TO_INPUT):
         for (_, outputs, _, _), tiles in table.items():

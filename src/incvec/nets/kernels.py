@@ -3,11 +3,12 @@
     y = kernels.block(residual, x)        # None where they do not suit: the module then computes it itself
     y = kernels.stem(stem, x)
 
-cuDNN's kernels are made for hundreds of channels; CIFAR's residual networks have 16, 32 and 64. In training, a
-block's convolutions take the statistics of their results as they go, and its backward products mask, sum and add the
-same way; a frozen teacher's block is two kernels. Weights are read in float32 and rounded to bfloat16 on the way into
-the product, and their gradients come in float32 from float32 sums, so that no kernel is spent on conversions. The same
-inputs give the same bits. Gradients can be taken once, not twice; what asks for more gets torch's own operators.
+cuDNN's kernels are made for hundreds of channels; CIFAR's residual networks have 16, 32 and 64. (Maps larger than
+CIFAR's are left to cuDNN.) In training, a block's convolutions take the statistics of their results as they go, and
+its backward products mask, sum and add the same way; a frozen teacher's block is two kernels. Weights are read in
+float32 and rounded to bfloat16 on the way into the product, and their gradients come in float32 from float32 sums, so
+that no kernel is spent on conversions. The same inputs give the same bits. Gradients can be taken once, not twice;
+what asks for more gets torch's own operators.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from incvec.nets.resnet import Residual, Stem
 
 CHANNELS = frozenset({16, 32, 64})
+PIXELS = 32 * 32  # of the largest maps that the work was cut for and measured on
 VARIABLE = "INCVEC_KERNELS"
 
 _enabled = os.environ.get(VARIABLE) != "off"  # the engine looks at the value before it builds a run
@@ -58,8 +60,7 @@ def block(module: Residual, x: Tensor) -> Tensor | None:
     if not (_enabled and x.is_cuda and x.dtype == torch.bfloat16 and _free()):
         return None
     first, second = module.conv1, module.conv2
-    stride = first.stride[0]
-    if x.shape[2] % stride or x.shape[3] % stride:
+    if not _fits(x.shape[2], x.shape[3], first.stride[0]):
         return None
     if not (_known(first, module.norm1) and _known(second, module.norm2)):
         return None
@@ -103,6 +104,10 @@ def infer_block(module: Residual, x: Tensor, other: Tensor) -> Tensor:
 def _free() -> bool:
     """Neither vmap nor gradients of gradients nor a compiler: those get torch's own operators."""
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def _fits(height: int, width: int, stride: int) -> bool:
+    return height % stride == 0 and width % stride == 0 and height * width <= PIXELS
 
 
 def _differentiated(module: nn.Module, x: Tensor) -> bool:
