@@ -44,7 +44,7 @@ def test_it_prints_the_table_and_draws_the_picture(done: tuple[Path, list[dict[s
     for record, name in zip(records, LOOKS, strict=True):
         row = next(line for line in text.splitlines() if line.strip().startswith(f"{name} "))
         assert [f"{record['metrics'][key]:.2f}" in row for key in ("AA", "LA", "FM")] == [True] * 3
-    assert "gap closed" in text
+    assert "closed  seconds" in text
     picture = imread(out / "demo.png")
     height, width, _ = picture.shape
     assert width > 1200

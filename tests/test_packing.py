@@ -55,7 +55,7 @@ def test_a_place_is_told_as_it_is_written(tmp_path: Path) -> None:
     result = incvec_("data", "pack", root, store, "--size", "16", "--workers", "1")
     assert result.exit_code == 0, result.output
     assert str(store) in result.stdout
-    assert "0.0 MB at 16 x 16" in result.stdout
+    assert "16.1 kB at 16 x 16" in result.stdout
     assert "1 other file(s) ignored" in result.stdout
 
 

@@ -322,6 +322,10 @@ class AddOn:
         """Why these options make no sense with that method and its options; None where they do."""
         return None
 
+    def notice(self) -> str | None:
+        """What is possible with these options, but hardly meant: told before anything is trained."""
+        return None
+
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
         """The stages with its own inserted (`owner` set to its name); in the base task only at the end."""
         return stages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
+from incvec.engine import events as ev
 from incvec.engine.build import check_names
 from incvec.engine.run import finish
 from incvec.errors import CheckpointError, ConfigError
@@ -191,6 +194,25 @@ def test_a_single_teleport_at_the_end_cannot_be_left_out() -> None:
     config = resolve(quick("finetune", "ivt", ivt={"interval": None, "last": "skip"}))
     with pytest.raises(ConfigError, match=r"never teleports.*ivt\.last=teleport"):
         check_names(config)
+
+
+def test_blocks_do_not_go_with_interpolated_statistics() -> None:
+    config = resolve(quick("pass", "ivt", ivt={"structure": "kernel", "batchnorm": "interpolate"}))
+    with pytest.raises(ConfigError, match=r"do not fit.*ivt\.batchnorm=recalibrate"):
+        check_names(config)
+
+
+@pytest.mark.parametrize(
+    ("interval", "last", "told"),
+    [(2, "teleport", False), (4, "teleport", False), (3, "skip", False), (4, "skip", True), (5, "teleport", True)],
+)
+def test_a_run_without_any_teleport_says_so(interval: int, last: str, told: bool, few: Dataset, tmp_path: Path) -> None:
+    options = {"interval": interval, "last": last}
+    run = make_run(few, tmp_path / "run", quick("finetune", "ivt", finetune={"epochs": 4}, ivt=options))
+    with closing(run.events()) as events:
+        texts = [event.text for event in itertools.takewhile(lambda e: not isinstance(e, ev.Started), events)]
+    assert [text for text in texts if "ivt changes nothing in this run" in text] == texts
+    assert len(texts) == told
 
 
 def test_which_reading_is_the_default() -> None:

@@ -120,6 +120,37 @@ def test_linked_folders_are_walked_and_loops_are_not(split_root, tmp_path_factor
     assert names == ["0.png", "1.png", "2.png", "linked/7.png"]
 
 
+def test_no_image_comes_twice_or_from_another_class(split_root):
+    ant = split_root / "train" / "ant"
+    (ant / "up").symlink_to("..")
+    (ant / "all").symlink_to(split_root)
+    (ant / "v1").mkdir()
+    (ant / "2.png").rename(ant / "v1" / "2.png")
+    (ant / "latest").symlink_to("v1")  # its own name comes first in the alphabet
+    (ant / "same").symlink_to("v1")
+    listing = folder.list_files(split_root)
+    names = [str(file.relative_to(ant)) for file, label in listing.train if label == 0]
+    assert names == ["0.png", "1.png", "v1/2.png"]
+
+
+def test_a_link_to_itself_is_no_folder_and_no_image(split_root):
+    ant = split_root / "train" / "ant"
+    (ant / "loop").symlink_to("loop")
+    assert folder.list_files(split_root).ignored == 1
+    (ant / "loop.png").symlink_to("loop.png")
+    refused(split_root, str(ant / "loop.png"), "cannot be read")
+
+
+def test_pillows_warnings_of_odd_tags_are_not_shown(split_root, recwarn):
+    picture = Image.new("RGB", (8, 8))
+    tags = picture.getexif()
+    tags[270] = "a description that is cut off" * 4
+    exif = tags.tobytes()
+    picture.save(split_root / "train" / "ant" / "odd.jpg", exif=exif[:-60])
+    datasets.check(split_root)
+    assert not [str(w.message) for w in recwarn if "PIL" in str(w.filename)]
+
+
 def test_files_are_sorted_folder_by_folder(split_root):
     for name in ("a b/0.png", "a/1.png", "a.png", "a/b/0.png"):
         paint(split_root / "train" / "ant" / name)

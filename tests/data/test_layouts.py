@@ -129,6 +129,21 @@ def test_other_files_beside_flat_images_are_counted(root):
     assert list_images(root).listing.ignored == 2
 
 
+def test_a_hidden_ground_truth_is_none_of_the_ignored(root):
+    classes = flatten(root)
+    solution(root, classes).rename(root / "val" / ".truth.csv")
+    assert list_images(root, ground_truth=root / "val" / ".truth.csv").listing.ignored == 0
+
+
+def test_a_stray_folder_in_a_flat_val_does_not_hide_its_images(root):
+    classes = flatten(root)
+    solution(root, classes)
+    (root / "val" / "thumbnails").mkdir()
+    found = list_images(root)
+    assert found.listing.rule.startswith("train/ and val/ by")
+    assert labels_of(found.listing) == classes
+
+
 def test_a_ground_truth_beside_class_folders_is_refused(root, tmp_path):
     truth = tmp_path / "truth.txt"
     truth.write_text("0 n00000000\n")
@@ -210,7 +225,7 @@ def test_class_folders_split_by_rule_and_a_list(tmp_path):
         (tmp_path / name).mkdir()
     save(photo(0, 8, 8), tmp_path / "dog" / "0.png")
     assert list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "cat"))).listing == found.listing
-    with pytest.raises(DataError, match=r"1 of the 2 classes of 'mine' are not in .*: fox"):
+    with pytest.raises(DataError, match=r"1 of the 2 classes of mine are not in .*: fox"):
         list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "fox")))
 
 
@@ -230,7 +245,7 @@ def test_a_list_chooses_and_an_empty_class_outside_it_does_no_harm(root):
     assert found.listing.classes == (NAMES[0], NAMES[2])
     assert [label for _, label in found.listing.test] == [0, 0, 1, 1]
     assert found.class_list == "mine"
-    with pytest.raises(DataError, match=r"1 of the 2 classes of 'mine'.*n00000007"):
+    with pytest.raises(DataError, match=r"1 of the 2 classes of mine .*n00000007"):
         list_images(root, chosen=ClassList("mine", "", (NAMES[0], "n00000007")))
 
 

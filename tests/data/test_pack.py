@@ -476,7 +476,7 @@ def test_a_full_disk_is_told_and_gone_on_from(root, tmp_path):
 
 def test_too_little_space_is_told_before_anything_is_decoded(root, tmp_path, monkeypatch):
     monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(DataError, match=r"needs .* MB more and has 0\.0 MB free"):
+    with pytest.raises(DataError, match=r"needs .* kB more and has 1\.0 kB free"):
         make_store(root, tmp_path / "store", progress=lambda *_: pytest.fail("too late"))
     assert contents(tmp_path / "store") == {}  # so that a smaller --size can have the place
 

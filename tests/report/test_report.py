@@ -109,7 +109,8 @@ def test_the_paper_s_table() -> None:
 
 
 def test_the_paper_s_tables_of_single_settings() -> None:
-    entries = entries_of({"a": sample(podnet={"memory": 5}), "b": sample("pass", "ivt", ivt={"structure": "kernel"})})
+    blocks = {"structure": "kernel", "batchnorm": "recalibrate"}
+    entries = entries_of({"a": sample(podnet={"memory": 5}), "b": sample("pass", "ivt", ivt=blocks)})
     part = next(part for part in document.sections(entries) if part.slug == "cifar100-paper")
     memory, fisher = (next(s for s in part.sheets if s.slug == f"cifar100-{name}") for name in ("memory", "fisher"))
     texts = [[cell.text for cell in row.cells] for row in memory.rows]
@@ -117,7 +118,8 @@ def test_the_paper_s_tables_of_single_settings() -> None:
     assert texts[0][:6] == ["PODNet", "podnet.memory=5", "5", "1", value, "54.63"]
     assert texts[1][3:6] == ["0", "not run", "55.91"]
     assert [row.quiet for row in fisher.rows] == [True, True, False, True, True, True]
-    assert [cell.text for cell in fisher.rows[2].cells[:2]] == ["PASS + IVT", "ivt.structure=kernel"]
+    told = "ivt.structure=kernel, ivt.batchnorm=recalibrate"
+    assert [cell.text for cell in fisher.rows[2].cells[:2]] == ["PASS + IVT", told]
 
 
 def pretrained(method: str, *addons: str, **given: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def record(
     return {
         "method": method, "addons": list(addons), "dataset": dataset, "tasks": 5, "oracle": False, "seed": seed,
         "metrics": {"AA": aa, "LA": aa - 10, "FM": 20.0}, "config": config.resolved(), "seconds": 60.0,
-        "environment": {"device": "a card", "commit": "abc"},
+        "environment": {"device": "a card", "commit": "abc"}, "accuracy": [[80.0]],
     }  # fmt: skip
 
 
@@ -44,6 +44,13 @@ def test_gains_are_paired() -> None:
     records = [record(0, 60.0), record(1, 70.0), record(0, 61.0, "ivt"), record(1, 73.0, "ivt"), record(2, 99.0, "ivt")]
     cells = row_of(gains("cifar100", records), "| podnet | 5 |")
     assert cells[2:5] == ["2", "+2.00 ± 1.00", "+1.36"]
+
+
+def test_pairs_of_two_base_tasks_are_told() -> None:
+    records = [record(0, 60.0), record(1, 70.0), record(0, 61.0, "ivt"), record(1, 73.0, "ivt"), record(2, 99.0, "ivt")]
+    assert not any("base task" in line for line in gains("cifar100", records))
+    records[3]["accuracy"] = [[80.5]]
+    assert gains("cifar100", records)[-1].endswith("though of one seed: podnet, 5 tasks, seed 1.")
 
 
 def test_changed_settings_stay_out_of_the_main_table() -> None:
@@ -211,7 +218,7 @@ def test_a_data_set_in_place_of_another() -> None:
 def test_the_papers_tables_of_single_settings() -> None:
     records = [
         record(0, 55.0, podnet={"memory": 5}), record(0, 61.0, "ivt", podnet={"memory": 5}), record(0, 65.0),
-        record(0, 60.0, "ivt", method="pass", ivt={"structure": "kernel"}),
+        record(0, 60.0, "ivt", method="pass", ivt={"structure": "kernel", "batchnorm": "recalibrate"}),
     ]  # fmt: skip
     made = parts(page(records))
     memory = next(lines for heading, lines in made.items() if heading.startswith("Memory size"))
@@ -220,7 +227,12 @@ def test_the_papers_tables_of_single_settings() -> None:
     assert row_of(memory, "| podnet + ivt | `podnet.memory=5` |")[3:6] == ["61.00", "62.04", "-1.04"]
     assert row_of(memory, "| podnet + eopc | `podnet.memory=10` |")[3:6] == ["not run", "62.90", ""]
     assert row_of(memory, "| podnet | `podnet.memory=20` |")[3:6] == ["65.00", "64.00", "+1.00"]  # the preset's
-    assert row_of(fisher, "| pass + ivt | `ivt.structure=kernel` | 5 |")[3:6] == ["60.00", "59.73", "+0.27"]
+    blocks = "`ivt.structure=kernel, ivt.batchnorm=recalibrate`"
+    assert row_of(fisher, f"| pass + ivt | {blocks} | 5 |")[3:6] == [
+        "60.00",
+        "59.73",
+        "+0.27",
+    ]
     assert row_of(fisher, "| pass + ivt | `ivt.structure=diagonal` | 10 |")[-2:] == ["11.29", ""]
     assert "Other runs" not in made  # they are shown once
 

@@ -18,15 +18,16 @@ def test_runs_of_other_settings_are_told_apart() -> None:
     usual, other = sample("podnet", "ivt"), sample("podnet", "ivt", ivt={"interval": 5})
     assert [row.apart for row in tables.rows([usual, sample(), sample(seed=1)])] == [None] * 3
     found = tables.rows([usual, other, sample()], ["runs/a/record.json", "runs/b/record.json", "runs/c/record.json"])
-    assert [row.apart for row in found] == ["a", "ivt.interval=5", None]
+    assert [row.apart for row in found] == ["as preset, in a", "ivt.interval=5", None]
     assert "| podnet + ivt (ivt.interval=5) | cifar100 |" in tables.markdown(found)
     text = io.StringIO()
     Console(file=text, width=80).print(tables.rich_table(found))
-    assert "  ivt.interval=5" in text.getvalue()
+    assert any(line.startswith(" podnet + ivt [2] ") for line in text.getvalue().splitlines())
+    assert "[2] ivt.interval=5" in text.getvalue()
     unknown = {**usual["config"], "method": "mine"}
     for config in ({"device": "cpu"}, unknown, {}):  # what cannot be compared has its folder
         found = tables.rows([usual, {**usual, "config": config}], ["runs/a/record.json", "runs/b/record.json"])
-        assert [row.apart for row in found] == ["a", "b"]
+        assert [row.apart for row in found] == ["as preset, in a", "b"]
 
 
 def record(la: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any) -> dict[str, Any]:
@@ -97,6 +98,16 @@ def test_a_table_of_ordinary_runs_fits_a_narrow_terminal() -> None:
     assert any("podnet + ivt" in line and "19 %" in line for line in lines)
     assert any("podnet oracle" in line and "12345.6" in line for line in lines)
     assert "…" not in text.getvalue()
+
+
+def test_long_settings_push_no_number_out_of_a_narrow_terminal() -> None:
+    changes = {"last": "skip", "head": "keep", "batchnorm": "recalibrate", "interval": 5}
+    found = tables.rows([sample("podnet", "ivt"), sample("podnet", "ivt", ivt=changes)], ["a/r.json", "b/r.json"])
+    text = io.StringIO()
+    Console(file=text, width=80).print(tables.rich_table(found))
+    for row in found:
+        assert f"{row.AA:.2f}  {row.LA:.2f}" in text.getvalue()
+    assert "ivt.batchnorm=recalibrate" in text.getvalue()
 
 
 @pytest.mark.parametrize("metrics", [{}, {"AA": "high", "LA": 1.0}, ["AA"], {"AA": True, "LA": 2.0}])

@@ -40,7 +40,7 @@ BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class IVTOptions(Options):
-    interval: int | None = Field(10, ge=1, description="epochs between teleports; none: once, at the stage's end")
+    interval: int | None = Field(10, ge=1, description="epochs between teleports; null: once, at the stage's end")
     structure: Literal["diagonal", "kernel"] = "diagonal"
     first_fisher: Literal["batch", "sample"] = "batch"
     optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
@@ -49,7 +49,7 @@ class IVTOptions(Options):
     head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
     memory: Literal["device", "host"] = Field("device", description="where the anchor and Fbar lie")
     snapshot_fisher: bool | None = Field(
-        None, description="whether a task's snapshot holds Fbar; none: where the model is trained from scratch"
+        None, description="whether a task's snapshot holds Fbar; null: where the model is trained from scratch"
     )
     stages: Annotated[tuple[Role, ...], Field(strict=False)] = ("main",)
 
@@ -88,12 +88,30 @@ class IVTAddOn(AddOn):
                 "of a batch: alone in it, an image has none to tell apart, and its gradient is 0. Use "
                 "ivt.first_fisher=batch."
             )
+        if options.structure == "kernel" and options.batchnorm == "interpolate":
+            return (
+                "batchnorm=interpolate takes a layer's statistics back by the mean of its weights' S, but with "
+                "structure=kernel they go back by blocks, and the two do not fit. Use ivt.batchnorm=recalibrate."
+            )
         if options.interval is None and options.last == "skip":
             return (
-                "with interval=none the one teleport is at the end, and last=skip leaves that out, so it never "
+                "with interval=null the one teleport is at the end, and last=skip leaves that out, so it never "
                 "teleports. Use ivt.last=teleport, or an interval."
             )
         return None
+
+    def notice(self) -> str | None:
+        epochs, o = getattr(self.method.options, "epochs", None), self.options
+        if epochs is None or o.interval is None or o.stages != ("main",):
+            return None
+        left_out = o.last == "skip" and epochs % o.interval == 0
+        if epochs // o.interval > left_out:
+            return None
+        skipped = ", and ivt.last=skip leaves out the one after the last" if left_out else ""
+        return (
+            f"ivt changes nothing in this run: an increment has {epochs} epoch(s), a teleport comes every {o.interval}"
+            f"{skipped}. A smaller ivt.interval does."
+        )
 
     # Stages of its own ----------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ Pillow's copy to an array; Pillow reads their headers first, and everything that
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incvec.data.folder import ORIENTATION, open_image
+from incvec.data.folder import ORIENTATION, open_image, quiet_pillow
 from incvec.errors import DataError
 
 
@@ -26,8 +25,7 @@ def read_pixels(path: Path) -> Tensor:
         content = bytearray(path.read_bytes())  # torch asks for memory that could be written
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Replace it or remove it.") from error
-    with warnings.catch_warnings():  # Pillow's name no file, and are about odd tags, which leave the pixels alone
-        warnings.filterwarnings("ignore", module=r"PIL\.")
+    with quiet_pillow():
         pixels = _plain_jpeg(content)
         return torch.from_numpy(np.array(open_image(path))) if pixels is None else pixels
 

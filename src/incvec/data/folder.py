@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -102,7 +104,7 @@ def no_folder(path: Path) -> str:
 def folders_in(root: Path) -> tuple[str, ...]:
     """The names of the folders there, sorted, without those that file managers, notebooks and disks leave."""
     with os.scandir(root) as entries:
-        return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)))
+        return tuple(sorted(entry.name for entry in entries if is_folder(entry) and not is_hidden(entry.name)))
 
 
 def is_hidden(name: str) -> bool:
@@ -113,7 +115,22 @@ def is_hidden(name: str) -> bool:
 def is_image(entry: os.DirEntry[str]) -> bool:
     """By its name. Not a pipe or a device, which may never end; a link to nothing is one that cannot be read."""
     named = os.path.splitext(entry.name)[1].lower() in EXTENSIONS
-    return named and (entry.is_file() or not os.path.exists(entry.path))
+    return named and (_is_file(entry) or not os.path.exists(entry.path))
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Or a link to one; a link to itself, which the system calls an error, is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
 
 
 def _is_split(root: Path) -> bool:
@@ -153,8 +170,9 @@ def class_files(folder: Path, chosen: ClassList | None = None) -> tuple[dict[str
     if chosen is not None:
         missing = sorted(set(chosen.classes) - set(names))
         if missing:
+            asked = chosen.name.partition("@")[0]  # without the digest
             raise DataError(
-                f"{len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} are not in {folder}: "
+                f"{len(missing)} of the {len(chosen.classes)} classes of {asked} are not in {folder}: "
                 f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
             )
         names = chosen.classes
@@ -183,21 +201,42 @@ def class_files(folder: Path, chosen: ClassList | None = None) -> tuple[dict[str
     return files, ignored
 
 
-def _walk(folder: str, above: tuple[str, ...] = ()) -> Iterator[os.DirEntry[str]]:
-    """The files in a folder and in those below it, linked ones included, hidden ones not: notebooks leave copies."""
-    real = os.path.realpath(folder)
-    if real in above:  # a link to a folder that it lies in
-        return
-    try:
-        with os.scandir(folder) as found:
-            entries = [entry for entry in found if not is_hidden(entry.name)]
-    except OSError as error:
-        raise DataError(f"{folder} cannot be listed: {error.strerror}. Make it readable, or move it away.") from error
-    for entry in entries:
-        if entry.is_dir():
-            yield from _walk(entry.path, (*above, real))
-        else:
-            yield entry
+def _walk(top: str) -> Iterator[os.DirEntry[str]]:
+    """The files in a folder and in those below it, linked ones included, hidden ones not: notebooks leave copies.
+
+    Each folder once, by its own place where it has one here, and none that the whole lies in.
+    """
+    inside = os.path.realpath(top) + os.sep
+    seen: set[str] = set()
+    folders, links = [top], list[str]()
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        real = os.path.realpath(folder)
+        if real in seen or (folder != top and inside.startswith(real.rstrip(os.sep) + os.sep)):
+            continue
+        seen.add(real)
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted((e for e in found if not is_hidden(e.name)), key=lambda entry: entry.name)
+        except OSError as error:
+            raise DataError(
+                f"{folder} cannot be listed: {error.strerror}. Make it readable, or move it away."
+            ) from error
+        for entry in entries:
+            if not is_folder(entry):
+                yield entry
+            elif entry.is_symlink():
+                links.append(entry.path)
+            else:
+                folders.append(entry.path)
+
+
+@contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Without Pillow's warnings, for all threads: they name no file, and are about odd tags, not about pixels."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        yield
 
 
 def open_image(path: Path) -> Image.Image:
@@ -234,7 +273,7 @@ def _each(
     files: tuple[tuple[Path, int], ...], work: Callable[[int, Path], T], progress: Progress | None = None
 ) -> list[T]:
     """`work` on every file, in threads, since decoders release the interpreter's lock; raises the first error."""
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with quiet_pillow(), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(work, i, path) for i, (path, _) in enumerate(files)]
         results = []
         try:

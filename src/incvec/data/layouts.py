@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from incvec.data.class_lists import WNID, ClassList
-from incvec.data.folder import Listing, class_files, folders_in, is_hidden, is_image, list_files, no_folder
+from incvec.data.folder import Listing, class_files, folders_in, is_folder, is_hidden, is_image, list_files, no_folder
 from incvec.errors import ConfigError, DataError, nearest
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
@@ -97,6 +97,7 @@ def _list_val(
 ) -> tuple[dict[str, list[Path]], int, str]:
     """The validation images by class, how many other files lie there, and what the split is called."""
     folder = root / "val"
+    truth: Path | None
     if name == "tiny-imagenet":
         folder, truth = folder / "images", folder / "val_annotations.txt"
         for needed in (folder, truth):
@@ -105,7 +106,7 @@ def _list_val(
                     f"{needed} is missing: the layout {name!r} has val/images/ and val/val_annotations.txt. Leave "
                     "--layout out to have the layout found."
                 )
-    elif folders_in(folder) and (ground_truth is None or not _files(folder)[0]):
+    elif folders_in(folder) and not (_files(folder)[0] and (ground_truth or _truth_beside(root))):
         if ground_truth is not None:
             raise ConfigError(
                 f"{ground_truth} was given as the ground truth of a flat val/, but {folder} has class folders: leave "
@@ -113,27 +114,29 @@ def _list_val(
             )
         return *class_files(folder, chosen), "train/ and val/"
     else:
-        truth = ground_truth or _find_truth(root)
+        truth = ground_truth or _truth_beside(root)
+        if truth is None:
+            raise DataError(
+                f"{root / 'val'} holds images but no class folders, and no ground truth lies beside it "
+                f"({', '.join(GROUND_TRUTHS)}). Name the file, or sort the images into one folder a class."
+            )
     found = _flat(folder, truth, folders_in(root / "train"), None if chosen is None else chosen.classes)
     return *found, f"train/ and val/ by {truth.name}"
 
 
-def _find_truth(root: Path) -> Path:
+def _truth_beside(root: Path) -> Path | None:
     places = [root, root / "val", *sorted(root.glob("*devkit*")), *sorted(root.glob("*devkit*/data"))]
     for place in places:
         for name in GROUND_TRUTHS:
             if (place / name).is_file():
                 return place / name
-    raise DataError(
-        f"{root / 'val'} holds images but no class folders, and no ground truth lies beside it "
-        f"({', '.join(GROUND_TRUTHS)}). Name the file, or sort the images into one folder a class."
-    )
+    return None
 
 
 def _files(folder: Path) -> tuple[list[Path], int]:
     """The images of a flat folder, sorted, and how many other files lie there."""
     with os.scandir(folder) as found:
-        entries = [entry for entry in found if not is_hidden(entry.name) and not entry.is_dir()]
+        entries = [entry for entry in found if not is_hidden(entry.name) and not is_folder(entry)]
     images = sorted(entry.path for entry in entries if is_image(entry))
     return [Path(image) for image in images], len(entries) - len(images)
 
@@ -167,7 +170,7 @@ def _flat(
             f"{len(gone)} of the images that {truth} lists are not in {folder}, such as {gone[0]}: copy them there, or "
             "take them off the list"
         )
-    return found, ignored - (truth.parent == folder)
+    return found, ignored - (truth.parent == folder and not is_hidden(truth.name))
 
 
 def _read_truth(file: Path, stems: Sequence[str], everything: Sequence[str]) -> dict[str, str]:

@@ -333,7 +333,10 @@ def chunk_sum(file: Path, offset: int, size: int) -> str | None:
 
 def amount(size: float) -> str:
     """Bytes as people tell them."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+    for unit, one in (("GB", 1e9), ("MB", 1e6)):
+        if size >= one:
+            return f"{size / one:.1f} {unit}"
+    return f"{size / 1e3:.1f} kB"
 
 
 def check(root: str | Path, progress: Progress | None = None) -> list[str]:

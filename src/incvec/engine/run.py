@@ -209,6 +209,7 @@ class Run:
             yield self._later_notice
         if self.config.device == "auto" and (trouble := gpu_trouble()):
             yield f"training on the CPU, since the GPU cannot be used: {trouble}"
+        yield from filter(None, (addon.notice() for addon in self.parts.addons))
 
     def _reach_base(self) -> Iterator[ev.Event]:
         """Load the shared base where there is one, wait where another run trains it, or take its lock.

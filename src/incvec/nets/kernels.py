@@ -83,7 +83,9 @@ def stem(module: Stem, x: Tensor) -> Tensor | None:
         return None
     if torch.get_autocast_dtype("cuda") != torch.bfloat16 or x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if module.pooled or x.shape[1] > 3 or not _known(module.conv, module.norm, {1, 2, 3}):
+    if module.pooled or x.shape[1] > 3 or not _fits(x.shape[2], x.shape[3], 1):
+        return None
+    if not _known(module.conv, module.norm, {1, 2, 3}):
         return None
     if module.norm.training:
         train: Any = Entrance.apply

@@ -2,7 +2,7 @@
 
 One YAML file for each method and add-on: a mapping from data set (`cifar100`, or `cifar100.authors` for a
 variant) to option values; an add-on's file may have `+podnet`, for one host on any data set. Layers, weakest first: the
-options' own defaults, the preset, what the caller gave.
+options' own defaults, the preset, the add-on's for its host, what the caller gave.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def preset(component: str, dataset: str, variant: str = "paper", host: str | Non
 
 
 def presets() -> list[dict[str, str]]:
-    """Every preset there is: its name, component, data set and variant."""
+    """Every preset there is: its name, component, data set and variant; an add-on's for a host is for any data set."""
     rows = []
     for component in [*METHODS, *ADDONS]:
         for key in preset_file(component):
-            if key.startswith("+"):
-                continue
             dataset, _, variant = key.partition(".")
             name = "-".join(part for part in (component, dataset, variant) if part)
+            if key.startswith("+"):
+                name, dataset = component + key, f"any with {key[1:]}"
             rows.append({"name": name, "component": component, "dataset": dataset, "variant": variant or "paper"})
     return rows
 

@@ -128,6 +128,20 @@ def compare_gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tu
     return found
 
 
+def based_apart(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Pairs of one seed, but not from one trained base task, by their first accuracy: `podnet, 5 tasks, seed 1`."""
+    first: dict[tuple[str, int, Seed], float] = {}
+    for record in records:
+        if record["dataset"] == dataset and is_standard(record):
+            key = (row_name(record), record["tasks"], (record["seed"], record.get("order_seed")))
+            first[key] = record["accuracy"][0][0]
+    found = []
+    for (row, tasks, seed), value in sorted(first.items(), key=str):
+        if abs(first.get((f"{row} + ivt", tasks, seed), value) - value) > 1e-6:
+            found.append(f"{row}, {tasks} tasks, seed {seed[0]}")
+    return found
+
+
 def paper_gains(rows: Mapping[str, Mapping[int, Sequence[float | None]]], host: str, tasks: int) -> list[float | None]:
     """What IVT adds to AA, LA and FM of a host in a table of the paper; nothing where it has no such pair."""
     after, before = rows.get(f"{host} + ivt", {}).get(tasks), rows.get(host, {}).get(tasks)

@@ -22,6 +22,7 @@ from incvec.report.compare import (
     Cell,
     Comparison,
     alike,
+    based_apart,
     cell_text,
     compare,
     compare_gains,
@@ -66,6 +67,8 @@ def gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
             texts.append("" if value.mean is None else f"{value.mean:+.2f}{error}")
             texts.append("" if value.paper is None else f"{value.paper:+.2f}")
         lines.append(f"| {row} | {tasks} | {len(values[0].ours)} | " + " | ".join(texts) + " |")
+    if apart := based_apart(dataset, records):
+        lines += ["", f"Not from one trained base task, though of one seed: {'; '.join(apart)}."]
     return lines if len(lines) > 2 else []
 
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from incvec.config import digest
 from incvec.errors import ConfigError, DataError
@@ -107,7 +108,7 @@ def rows(records: Sequence[Mapping[str, Any]], paths: Sequence[str] | None = Non
         )
     alike = Counter(map(named, found))
     return [
-        replace(row, apart=apart(record, row.path)) if alike[named(row)] > 1 else row
+        replace(row, apart=apart(record, row.path if alike[named(row)] > 1 else None))
         for row, record in zip(found, records, strict=True)
     ]
 
@@ -117,13 +118,14 @@ def named(row: Row) -> tuple[str, str, int, int]:
 
 
 def apart(record: Mapping[str, Any], path: str | None) -> str | None:
-    """The settings a run changed; the folder of one that has its presets'."""
+    """The settings a run changed; the folder, where that is given, of one that has its presets'."""
+    folder = Path(path).parent.name if path else None
     try:
-        changes = changed_settings(record["config"]) if record.get("config") else {}
+        changes = changed_settings(record["config"])
     except (ConfigError, KeyError):  # of a method or add-on that is not here, or of a record that lost a part
-        changes = {}
+        return folder
     told = ", ".join(f"{key}={value}" for key, value in changes.items())
-    return told or (Path(path).parent.name if path else None)
+    return told or (f"as preset, in {folder}" if folder else None)
 
 
 def metric(record: Mapping[str, Any], name: str) -> float:
@@ -138,10 +140,16 @@ def metric(record: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def rich_table(found: Sequence[Row], heading: str | None = None) -> Table:
-    """For a terminal. Oracles are dimmed: they are what one measures against."""
+def rich_table(found: Sequence[Row], title: str | None = None) -> Table:
+    """For a terminal. Oracles are dimmed: they are what one measures against. What tells runs apart stands below."""
+    notes: dict[str, int] = {}
+    for row in found:
+        if row.apart:
+            notes.setdefault(row.apart, len(notes) + 1)
     table = Table(
-        title=heading,
+        caption=Text("\n".join(f"[{number}] {note}" for note, number in notes.items())) if notes else None,
+        caption_justify="left",
+        title=title,
         title_justify="left",
         header_style="bold",
         box=box.SIMPLE_HEAD,
@@ -149,13 +157,13 @@ def rich_table(found: Sequence[Row], heading: str | None = None) -> Table:
         pad_edge=False,
     )
     for name in HEADINGS:
-        # Only the longest heading may break: all fits into 80 columns then.
-        table.add_column(
-            name, justify="right" if name in NUMBERS else "left", no_wrap=name != "gap closed", overflow="fold"
-        )
+        # The longest heading is broken, and a name may be, a number never: all fits into 80 columns then.
+        heading = name.replace("gap closed", "gap\nclosed")
+        side: Literal["left", "right"] = "right" if name in NUMBERS else "left"
+        table.add_column(heading, justify=side, no_wrap=name != "run", overflow="fold")
     for row in found:
         first, *rest = row.cells()
-        run = f"{row.run}\n  {escape(row.apart)}" if row.apart else first
+        run = f"{row.run} {escape(f'[{notes[row.apart]}]')}" if row.apart else first
         table.add_row(run, *rest, style="dim" if row.run.endswith(" oracle") else None)
     return table
 
