@@ -298,6 +298,12 @@ class TestOnAGpu:
         assert far(ours[2], truth[2]) < 1e-4  # float32 sums of exact products: nearer than cuDNN's rounded ones
         assert torch.equal(ours[2], launch.to_weight(x, g, w, stride=stride))
 
+    def test_large_maps_are_left_alone(self) -> None:
+        block = Residual(64, 64, 1, "conv", True).cuda().to(memory_format=LAST)
+        for side, ours in ((32, True), (56, False)):
+            x = torch.zeros(2, 64, side, side, device="cuda", dtype=torch.bfloat16).to(memory_format=LAST)
+            assert (kernels.block(block, x) is not None) == ours
+
     @pytest.mark.parametrize("training", [True, False])
     def test_the_network_is_as_near_to_float32_as_torchs_own(self, training: bool, switch: None) -> None:
         net = build_backbone("resnet32-rebuffi").cuda().to(memory_format=LAST).train(training)
