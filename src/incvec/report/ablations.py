@@ -75,7 +75,7 @@ def lines(name: str, records: Records) -> list[Line]:
             for metric, theirs in zip(METRICS, row["paper"], strict=True)
         ]
         setting = {f"{part}.{key}": value for part, own in row.get("set", {}).items() for key, value in own.items()}
-        found.append(Line(config, settings_text(setting), tuple(values)))
+        found.append(Line(config, row.get("told") or settings_text(setting), tuple(values)))
     return found
 
 
