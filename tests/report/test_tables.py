@@ -100,13 +100,15 @@ def test_a_table_of_ordinary_runs_fits_a_narrow_terminal() -> None:
     assert "…" not in text.getvalue()
 
 
-def test_long_settings_push_no_number_out_of_a_narrow_terminal() -> None:
+def test_long_names_and_settings_push_no_number_out_of_a_narrow_terminal() -> None:
     changes = {"last": "skip", "head": "keep", "batchnorm": "recalibrate", "interval": 5}
-    found = tables.rows([sample("podnet", "ivt"), sample("podnet", "ivt", ivt=changes)], ["a/r.json", "b/r.json"])
+    many = sample("finetune", "ivt", "fisher-merge", "magmax")
+    runs = [sample("podnet", "ivt"), sample("podnet", "ivt", ivt=changes), many]
+    found = tables.rows(runs, ["a/r.json", "b/r.json", "c/r.json"])
     text = io.StringIO()
     Console(file=text, width=80).print(tables.rich_table(found))
     for row in found:
-        assert f"{row.AA:.2f}  {row.LA:.2f}" in text.getvalue()
+        assert f"{row.AA:.2f}  {row.LA:.2f}  {row.FM:.2f}" in text.getvalue()
     assert "ivt.batchnorm=recalibrate" in text.getvalue()
 
 

@@ -91,7 +91,7 @@ class IVTAddOn(AddOn):
         if options.structure == "kernel" and options.batchnorm == "interpolate":
             return (
                 "batchnorm=interpolate takes a layer's statistics back by the mean of its weights' S, but with "
-                "structure=kernel they go back by blocks, and the two do not fit. Use ivt.batchnorm=recalibrate."
+                "structure=kernel the weights go back by blocks, and the two do not fit. Use ivt.batchnorm=recalibrate."
             )
         if options.interval is None and options.last == "skip":
             return (
@@ -108,9 +108,10 @@ class IVTAddOn(AddOn):
         if epochs // o.interval > left_out:
             return None
         skipped = ", and ivt.last=skip leaves out the one after the last" if left_out else ""
+        remedy = ", or ivt.last=teleport" if left_out else ""
         return (
             f"ivt changes nothing in this run: an increment has {epochs} epoch(s), a teleport comes every {o.interval}"
-            f"{skipped}. A smaller ivt.interval does."
+            f"{skipped}. Use a smaller ivt.interval{remedy}."
         )
 
     # Stages of its own ----------------------------------------------------------------------------------

@@ -210,14 +210,15 @@ def _walk(top: str) -> Iterator[os.DirEntry[str]]:
     seen: set[str] = set()
     folders, links = [top], list[str]()
     while folders or links:
-        folder = folders.pop() if folders else links.pop(0)
+        links.sort(reverse=True)  # which of two names a linked folder goes by shall not hang on the disk's order
+        folder = folders.pop() if folders else links.pop()
         real = os.path.realpath(folder)
         if real in seen or (folder != top and inside.startswith(real.rstrip(os.sep) + os.sep)):
             continue
         seen.add(real)
         try:
             with os.scandir(folder) as found:
-                entries = sorted((e for e in found if not is_hidden(e.name)), key=lambda entry: entry.name)
+                entries = [entry for entry in found if not is_hidden(entry.name)]
         except OSError as error:
             raise DataError(
                 f"{folder} cannot be listed: {error.strerror}. Make it readable, or move it away."

@@ -35,7 +35,7 @@ OPENING = """# What exists
 
 Every name here is one for `incvec run`: `--method`, `--addon` (with any method, in any number, unless one refuses),
 `--dataset`. A preset holds a component's settings for one data set: for `cifar100` those of the IVT paper (and for
-`ivt` itself, where the paper leaves something open, our reading: docs/findings.md), for `digits` quick ones of our own;
+`ivt` itself, where the paper leaves something open, [our reading](findings.md)), for `digits` quick ones of our own;
 in brackets are variants for `--variant` (an add-on's `pretrained` is taken by itself with models that start
 pre-trained, and `any with pass` by itself beside PASS). Results are `pending` until records of real runs lie under
 `results/`; reproduced means that AA and LA are at most 1.5 points below the IVT paper's, with these settings; for IVT,
@@ -113,7 +113,9 @@ def verdict(dataset: str, row: str, tasks: int, records: Sequence[Record]) -> st
 
 def gain(dataset: str, row: str, tasks: int, everything: Sequence[Record]) -> str:
     """` [IVT adds +0.60, paper +1.36]`, in AA, where a host's run with the same seed and one with IVT are there."""
-    found = compare_gains(dataset, everything).get((row.removesuffix(" + ivt"), tasks)) if " + ivt" in row else None
+    found = (
+        compare_gains(dataset, everything).get((row.removesuffix(" + ivt"), tasks)) if row.endswith(" + ivt") else None
+    )
     if found is None or found[0].mean is None:
         return ""
     theirs = "" if found[0].paper is None else f", paper {found[0].paper:+.2f}"

@@ -18,6 +18,7 @@ from incvec.errors import ConfigError, DataError
 from incvec.metrics import gap_closed
 from incvec.presets import changed_settings
 from incvec.records import title
+from incvec.report.compare import settings_text
 
 # What two runs may differ in and still be the plain method and the oracle of one another.
 APART = ("addons", "oracle", "device", "engine")
@@ -124,8 +125,7 @@ def apart(record: Mapping[str, Any], path: str | None) -> str | None:
         changes = changed_settings(record["config"])
     except (ConfigError, KeyError):  # of a method or add-on that is not here, or of a record that lost a part
         return folder
-    told = ", ".join(f"{key}={value}" for key, value in changes.items())
-    return told or (f"as preset, in {folder}" if folder else None)
+    return settings_text(changes) or (f"as preset, in {folder}" if folder else None)
 
 
 def metric(record: Mapping[str, Any], name: str) -> float:
