@@ -1,6 +1,6 @@
-"""What ImageNet costs: packing, disk, memory and hours, from packing.json and scale.json in results/benchmarks.
+"""What ImageNet costs: packing, disk, memory and hours, from packing.json and scale*.json in results/benchmarks.
 
-    python benchmarks/imagenet_cost.py [--rates FILE] [--packing FILE] [--write docs/scale.md]
+    python benchmarks/imagenet_cost.py [--rates FILE ...] [--packing FILE] [--write docs/scale.md]
 
 Prints what was measured, or puts it between the marks in the document. Images trained by a run:
 
@@ -75,23 +75,47 @@ class Rates(NamedTuple):
 
     by_side: dict[int, float]
     device: str = ""
+    beside: tuple[str, ...] = ()  # how they compare with a plain loop's, a sentence a size
 
 
-def read_rates(path: Path) -> Rates:
+def read_rates(paths: Sequence[Path]) -> Rates:
     """Streamed, since that is how the largest are trained. Those of a CPU would make hours that mean nothing."""
-    if not path.is_file():
-        return Rates({})
-    content: dict[str, Any] = json.loads(path.read_text())
-    place = content.get("environment", {})
-    if place.get("device_type") != "cuda":
-        found = place.get("device_type", "an unknown device")
-        raise ValueError(
-            f"{path} was measured on {found}: expected rates of a GPU. Run benchmarks/scale.py --json on one, or name "
-            "its file with --rates."
-        )
-    wanted = ("ours, streamed", "finetune", "base")
-    rows = [r for r in content["rows"] if (r["what"], r.get("method"), r.get("stage")) == wanted]
-    return Rates({row["side"]: row["images_per_second"] for row in rows}, place["device"])
+    found: dict[int, float] = {}
+    devices: list[str] = []
+    beside: list[str] = []
+    for path in filter(Path.is_file, paths):
+        content: dict[str, Any] = json.loads(path.read_text())
+        place = content.get("environment", {})
+        if place.get("device_type") != "cuda":
+            where = place.get("device_type", "an unknown device")
+            raise ValueError(
+                f"{path} was measured on {where}: expected rates of a GPU. Run benchmarks/scale.py --json on one, or "
+                "name its file with --rates."
+            )
+        if place["device"] not in devices:
+            devices.append(place["device"])
+        wanted = ("ours, streamed", "finetune", "base")
+        rows = [r for r in content["rows"] if (r["what"], r.get("method"), r.get("stage")) == wanted]
+        found |= {row["side"]: row["images_per_second"] for row in rows}
+        beside += [_beside(row["side"], content) for row in rows if "ratios" in content]
+    if len(devices) > 1:
+        raise ValueError(f"rates of {' and '.join(devices)} make no one table: name files of one GPU with --rates")
+    return Rates(found, "".join(devices), tuple(beside))
+
+
+def _beside(side: int, content: dict[str, Any]) -> str:
+    ratios = content["ratios"]
+    resident, streamed = (ratios[f"{name} over plain loop, {side}"] for name in ("resident", "streamed"))
+    share = ratios[f"streamed over resident, {side}"]
+    return (
+        f"At {side} pixels a plain loop (ImageFolder, {content['cores']} workers, torchvision's transforms, float32)\n"
+        f"was measured in the same run: ours is {resident:.1f} times as fast resident and {streamed:.1f} times\n"
+        f"streamed, which is {share:.0%} of resident."
+    )
+
+
+def _told(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
 
 
 def tables(rates: Rates) -> list[str]:
@@ -110,11 +134,13 @@ def tables(rates: Rates) -> list[str]:
             texts = ["not measured yet"] * 2
             if stream.seen in rates.by_side:
                 hours = total / rates.by_side[stream.seen] / 3600
-                texts = [f"{hours:.1f} h", f"{hours / (8 * EFFICIENCY):.1f} h"]
+                texts = [_told(hours), _told(hours / (8 * EFFICIENCY))]
             lines.append(f"| {name} | {method} | {total / 1e6:.0f} M | {texts[0]} | {texts[1]} |")
     told = ", ".join(f"{rate:,.0f} images/s at {side} pixels" for side, rate in sorted(rates.by_side.items()))
     assumed = f"8 GPUs at {EFFICIENCY:.0%} of eight times one, which is assumed"
     lines += ["", f"Rates: {told}, on one {rates.device}; {assumed}." if told else UNMEASURED]
+    for sentence in rates.beside:
+        lines += ["", sentence]
     return lines
 
 
@@ -151,7 +177,9 @@ def written(document: str, rates: Rates, measured: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     results = FOLDER / "results" / "benchmarks"
     parser = argparse.ArgumentParser(description="What ImageNet costs.")
-    parser.add_argument("--rates", type=Path, default=results / "scale.json", help="as benchmarks/scale.py wrote it")
+    parser.add_argument(
+        "--rates", type=Path, nargs="+", default=sorted(results.glob("scale*.json")), help="of benchmarks/scale.py"
+    )
     parser.add_argument("--packing", type=Path, default=results / "packing.json", help="of benchmarks/packing.py")
     parser.add_argument("--write", type=Path, help="a document with the marks")
     given = parser.parse_args(arguments)
@@ -168,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     document = given.write.read_text()
     if not rates.by_side and UNMEASURED not in document:
         parser.error(
-            f"{given.rates} has no rates, and {given.write} has hours that would be lost: have benchmarks/scale.py "
-            "measure them (--json), or name its file with --rates"
+            f"{', '.join(map(str, given.rates)) or results} has no rates, and {given.write} has hours that would be "
+            "lost: have benchmarks/scale.py measure them (--json), or name its file with --rates"
         )
     given.write.write_text(written(document, rates, measured))
 

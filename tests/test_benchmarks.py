@@ -53,14 +53,34 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
     file = tmp_path / "scale.json"
     row = {"what": "ours, streamed", "method": "finetune", "stage": "base", "side": 224, "images_per_second": 5000.0}
     rows = [row, {**row, "what": "ours, resident", "images_per_second": 9000.0}]
-    file.write_text(json.dumps({"rows": rows, "environment": {"device_type": "cuda", "device": "NVIDIA H200"}}))
-    lines = cost.tables(cost.read_rates(file))
+    place = {"device_type": "cuda", "device": "NVIDIA H200"}
+    file.write_text(json.dumps({"rows": rows, "environment": place}))
+    lines = cost.tables(cost.read_rates([file]))
     (line,) = [line for line in lines if line.startswith("| imagenet | pass |")]
     base, later = 100 * 500 * 1281.167, 100 * 500 * 1281.167
     hours = (4 * base + 5.3 * later) / 5000 / 3600
     assert f"| {hours:.1f} h | {hours / 7.2:.1f} h |" in line
+    base, later = cost.work("podnet", "imagenet-subset")
+    minutes = (base + later) / 5000 / 60 / 7.2
+    (line,) = [line for line in lines if line.startswith("| imagenet-subset | podnet |")]
+    assert line.endswith(f"| {minutes:.0f} min |")
     assert "5,000 images/s at 224 pixels, on one NVIDIA H200; 8 GPUs" in lines[-1]
-    assert cost.read_rates(tmp_path / "none.json") == cost.Rates({})
+    assert cost.read_rates([tmp_path / "none.json"]) == cost.Rates({})
+
+    other = tmp_path / "scale-64.json"  # each size in a file of its own, with what was measured beside it
+    ratios = {
+        "resident over plain loop, 64": 7.04,
+        "streamed over plain loop, 64": 6.66,
+        "streamed over resident, 64": 0.946,
+    }
+    content = {"rows": [{**row, "side": 64}], "environment": place, "ratios": ratios, "cores": 16}
+    other.write_text(json.dumps(content))
+    rates = cost.read_rates([file, tmp_path / "none.json", other])
+    assert rates.by_side == {224: 5000.0, 64: 5000.0}
+    assert "7.0 times as fast resident and 6.7 times\nstreamed, which is 95% of resident" in cost.tables(rates)[-1]
+    other.write_text(json.dumps({**content, "environment": {**place, "device": "NVIDIA A100"}}))
+    with pytest.raises(ValueError, match="NVIDIA H200 and NVIDIA A100 make no one table"):
+        cost.read_rates([file, other])
 
 
 @pytest.mark.parametrize("environment", [{"device_type": "cpu", "device": "x86_64"}, None])
@@ -87,7 +107,7 @@ def test_the_documents_costs_are_current(program: Callable[[str], Any]) -> None:
     document = (FOLDER.parent / "docs" / "scale.md").read_text()
     results = FOLDER.parent / "results" / "benchmarks"
     measured = json.loads((results / "packing.json").read_text())
-    assert cost.written(document, cost.read_rates(results / "scale.json"), measured) == document, (
+    assert cost.written(document, cost.read_rates(sorted(results.glob("scale*.json"))), measured) == document, (
         "stale: run python benchmarks/imagenet_cost.py --write docs/scale.md"
     )
     other = {**measured, "pack_over_decode": {"decode, pillow": 0.42}}
