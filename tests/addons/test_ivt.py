@@ -362,11 +362,77 @@ def test_interpolated_statistics(few: Dataset, tmp_path: Path, teleports: Telepo
             assert torch.allclose(value.double(), wanted, rtol=1e-5, atol=1e-6), name
 
 
+def test_teleported_maps(few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm's slope and offset go back as weights do; its statistics are those of the batches looked at, turned."""
+    start: list[Tensors] = []
+    end: list[Tensors] = []
+    stems: list[Tensor] = []
+    watch(monkeypatch, IVTAddOn, "begin_task", before=lambda self, task: start.append(state_of(self.method.model)))
+
+    def began(plugin: IVT, leave: tuple[str, ...]) -> None:
+        stems.clear()
+
+    def stem(self: Any, x: Tensor) -> None:
+        if not self.norm.training and self.norm._forward_pre_hooks:
+            stems.append(self.conv(x).detach())
+
+    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        if len(teleports.rows) == len(end):
+            return
+        end.append(state_of(self.method.model))
+        assert len(stems) == 2  # an epoch has no more batches
+        assert [len(x) for x in stems] == [4 * 32] * 2  # PASS turns every image
+        norm: Any = self.method.model.backbone.stem.norm  # type: ignore[union-attr]
+        assert torch.allclose(norm.running_mean, torch.stack([x.mean((0, 2, 3)) for x in stems]).mean(0), atol=1e-5)
+        assert all(m.training for m in self.method.model.modules())
+
+    watch(monkeypatch, IVT, "teleport", before=began)
+    watch(monkeypatch, Stem, "plain", before=stem)
+    watch(monkeypatch, IVTAddOn, "end_epoch", after=ended)
+    run_on(few, tmp_path, "pass", "ivt", ivt={"batchnorm": "map", "head": "keep", "last": "teleport"})
+    assert len(end) == 4
+
+    def affine(state: Tensors, name: str) -> tuple[Tensor, Tensor]:
+        weight, bias, mean, var = (
+            state[f"{name}.{kind}"].double() for kind in ("weight", "bias", "running_mean", "running_var")
+        )
+        slope = weight / (var + 1e-5).sqrt()
+        return slope, bias - slope * mean
+
+    for number, row in enumerate(teleports.rows):
+        old = start[number // 2]
+        names = [name.removesuffix(".running_mean") for name in old if name.endswith("running_mean")]
+        assert len(names) > 3
+        for name in names:
+            parts = zip(affine(old, name), affine(row["before"], name), affine(end[number], name), strict=True)
+            for kind, (first, now, then) in zip(("weight", "bias"), parts, strict=True):
+                a, f = (row[key][f"{name}.{kind}"].double() for key in ("past", "fisher"))
+                s = torch.where(a > 0, (a + f) / (2 * a + f), torch.ones_like(a))
+                assert torch.allclose(then, first + s * (now - first), rtol=1e-4, atol=1e-5), (number, name, kind)
+
+
+def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
+    """There training sees the map itself: it goes back, and the statistics that tell it stay."""
+    plan = IVTAddOn.plan
+
+    def frozen(self: IVTAddOn, task: Task, stages: list[Stage]) -> list[Stage]:
+        return [stage.but(batchnorm="frozen") if task.index else stage for stage in plan(self, task, stages)]
+
+    monkeypatch.setattr(IVTAddOn, "plan", frozen)
+    keep, maps = (
+        run_on(few, tmp_path / choice, "finetune", "ivt", ivt={"batchnorm": choice}) for choice in ("keep", "map")
+    )
+    (weights_a, statistics_a), (weights_b, statistics_b) = (parted(snapshot(run, 2)) for run in (keep, maps))
+    same(statistics_a, statistics_b)
+    assert any(not torch.equal(weights_a[name], weights_b[name]) for name in weights_a if "norm" in name)
+
+
 def test_resting_layers_keep_their_statistics(few: Dataset, tmp_path: Path) -> None:
     """SSRE trains no norm in an increment; there is no S to interpolate by."""
     keep = run_on(few, tmp_path / "keep", "ssre", "ivt")
-    other = run_on(few, tmp_path / "other", "ssre", "ivt", ivt={"batchnorm": "interpolate"})
-    same(snapshot(keep, 2), snapshot(other, 2))
+    for choice in ("interpolate", "map"):
+        other = run_on(few, tmp_path / choice, "ssre", "ivt", ivt={"batchnorm": choice})
+        same(snapshot(keep, 2), snapshot(other, 2))
 
 
 def test_recalibrated_statistics(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +506,7 @@ def test_recalibration_comes_before_the_balanced_stage(few: Dataset, tmp_path: P
     assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate", "balance"]
 
 
-@pytest.mark.parametrize("choice", ["keep", "interpolate", "recalibrate"])
+@pytest.mark.parametrize("choice", ["keep", "interpolate", "recalibrate", "map"])
 def test_statistics_that_a_method_holds_fixed_stay_so(choice: str, few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "ssre", "ivt", ivt={"batchnorm": choice})
     assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main"]
@@ -629,7 +695,7 @@ def test_its_state_is_part_of_a_snapshot(few: Dataset, tmp_path: Path) -> None:
 # Memory, and what a pre-trained model's loss allows ------------------------------------------------------
 
 
-@pytest.mark.parametrize("batchnorm", ["keep", "interpolate"])
+@pytest.mark.parametrize("batchnorm", ["keep", "interpolate", "map"])
 def test_host_memory_changes_no_bit(batchnorm: str, few: Dataset, tmp_path: Path) -> None:
     given = {"batchnorm": batchnorm, "snapshot_fisher": True}
     runs = [

@@ -22,6 +22,7 @@ CASES: dict[str, dict[str, Any]] = {
     "imm-mean": quick("finetune", "imm", imm={"moment": "mean"}),
     "ivt-kernel": quick("podnet", "ivt", ivt={"structure": "kernel", "batchnorm": "recalibrate"}),
     "ivt-sample": quick("finetune", "ivt", ivt={"first_fisher": "sample", "batchnorm": "interpolate"}),
+    "ivt-map": quick("pass", "ivt", ivt={"batchnorm": "map"}),
     "ivt-reset": quick("finetune", "ivt", ivt={"interval": None, "optimiser_state": "reset"}),
     "magmax": quick("podnet", "magmax"),
     "magmax-local": quick("finetune", "magmax", finetune={"loss_over": "new"}),

@@ -29,3 +29,16 @@ def test_the_backbone_moves_in_every_task(precision: str, few: Dataset, tmp_path
     for before, after in itertools.pairwise(snapshots):
         trained = [name for name in before if ".backbone." in name and "running" not in name]
         assert all(not torch.equal(before[name], after[name]) for name in trained)
+
+
+def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> None:
+    """The look runs by torch's own operators beside a captured step, and the step goes on from what it leaves."""
+    given = {"base_classes": 2, "tasks": 2, "precision": "fp32", "ivt": {"batchnorm": "map", "head": "keep"}}
+    runs = [make_run(few, tmp_path / way, quick("pass", "ivt", engine=way, **given)) for way in ("graph", "eager")]
+    records = [finish(run) for run in runs]
+    assert records[0]["engine"]["notices"] == []
+    first, second = (weights(run.snapshot_path(2)) for run in runs)
+    for name, tensor in first.items():
+        if name.endswith(("running_mean", "running_var")) or ".norm" in name:
+            assert torch.isfinite(tensor).all(), name
+            assert (tensor - second[name]).abs().mean() < 0.05 * (1 + second[name].abs().mean()), name

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "podnet+ivt": quick("podnet", "ivt", podnet=STILL),
     "ewc": quick("ewc", ewc=STILL),
     "ivt measured": quick("replay", "ivt", replay=STILL, ivt={"first_fisher": "sample", "batchnorm": "recalibrate"}),
+    "ivt maps": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "map"}),
 }
 # The others run through: what acts on local batches or draws ends elsewhere, but on both ranks at the same place.
 OTHERS = {

@@ -11,7 +11,10 @@ more, which a run that begins there and the lab's `curvature` need; of pre-train
 
 The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
 with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`). Those that
-the method holds fixed (SSRE) stay as they are.
+the method holds fixed (SSRE) stay as they are. `map` goes further: what is teleported is the affine map that a layer is
+on its running statistics, and the same map is then told by the statistics of the batches at hand, so that training goes
+on from the function that was teleported (see affine.py). The others leave it to training to make up for a weight that
+went back while the batches it is normalised by stayed.
 
 Algorithm 1 ends on a teleport wherever the interval divides the epochs, so that what is delivered has not trained
 since: `last="skip"` leaves that one out. It says nothing of the classifier, whose old rows have a past and are
@@ -32,11 +35,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from incvec.addons.affine import Affine, norms_of, renormalise
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
 from incvec.ivt import IVT, scale
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
+LOOKS = 4  # batches whose statistics tell a map
 
 
 class IVTOptions(Options):
@@ -44,7 +48,7 @@ class IVTOptions(Options):
     structure: Literal["diagonal", "kernel"] = "diagonal"
     first_fisher: Literal["batch", "sample"] = "batch"
     optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
-    batchnorm: Literal["keep", "interpolate", "recalibrate"] = "keep"
+    batchnorm: Literal["keep", "interpolate", "recalibrate", "map"] = "keep"
     last: Literal["teleport", "skip"] = Field("teleport", description="after a stage's last epoch, where one is due")
     head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
     memory: Literal["device", "host"] = Field("device", description="where the anchor and Fbar lie")
@@ -70,7 +74,7 @@ class IVTAddOn(AddOn):
             memory=options.memory,
             listen=False,  # and calls `accumulate` inside its step
         )
-        self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they are interpolated
+        self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they or maps go back
         self.sums: dict[str, Tensor] = {}  # and their sums, where one epoch measures them anew: never saved
         self._facts: dict[str, Any] = {}
 
@@ -177,7 +181,7 @@ class IVTAddOn(AddOn):
         return terms
 
     def _norms(self) -> dict[str, Any]:
-        return {name: m for name, m in self.method.model.named_modules() if isinstance(m, BatchNorm)}
+        return norms_of(self.method.model)
 
     def _statistics(self) -> list[tuple[str, Tensor]]:
         kinds = ("running_mean", "running_var")
@@ -191,7 +195,7 @@ class IVTAddOn(AddOn):
 
     def begin_task(self, task: Task) -> None:
         self._anchor()
-        if self.options.batchnorm == "interpolate":
+        if self.options.batchnorm in ("interpolate", "map"):
             self.buffers = {name: buffer.clone() for name, buffer in self._statistics()}
 
     def _collects(self, stage: Stage) -> bool:
@@ -224,7 +228,10 @@ class IVTAddOn(AddOn):
             self.plugin.end_epoch()
         if self._teleports(task, stage, epoch):
             self._interpolate_statistics()
+            maps = self._teleported_maps() if self.options.batchnorm == "map" else {}
             self.plugin.teleport(self._left)
+            if maps:
+                renormalise(maps, self.world.look(LOOKS) if stage.batchnorm == "train" else ())
             if self.options.optimiser_state == "reset" and optimiser is not None:
                 self._forget(optimiser)
 
@@ -246,14 +253,34 @@ class IVTAddOn(AddOn):
         if self.options.batchnorm != "interpolate":
             return
         for name, module in self._norms().items():
-            old_fisher = self.plugin.cumulative.get(f"{name}.weight")
-            new_fisher = self.plugin.fisher.get(f"{name}.weight")
-            if old_fisher is None or new_fisher is None:  # a layer that is new, or rests: it is not teleported
+            of_weight = self._scale_of(f"{name}.weight")
+            if of_weight is None:
                 continue
-            s = scale(old_fisher.to(new_fisher.device), new_fisher).mean()
+            s = of_weight.mean()
             for kind in ("running_mean", "running_var"):
                 buffer, old = getattr(module, kind), self.buffers[f"{name}.{kind}"]
                 buffer.copy_(old + s * (buffer - old))
+
+    def _scale_of(self, name: str) -> Tensor | None:
+        """S of a parameter; None for one that is new, or rests: it is not teleported."""
+        old, new = self.plugin.cumulative.get(name), self.plugin.fisher.get(name)
+        return None if old is None or new is None else scale(old.to(new.device), new)
+
+    @torch.no_grad()
+    def _teleported_maps(self) -> dict[Any, Affine]:
+        """By layer, the map it shall be: that of the anchor and S times the way from there."""
+        found = {}
+        for name, norm in self._norms().items():
+            of_weight, of_bias = self._scale_of(f"{name}.weight"), self._scale_of(f"{name}.bias")
+            if of_weight is None or of_bias is None:
+                continue
+            here = norm.weight.device
+            weight, bias = (self.plugin.anchor[f"{name}.{kind}"].to(here) for kind in ("weight", "bias"))
+            mean, var = (self.buffers[f"{name}.{kind}"] for kind in ("running_mean", "running_var"))
+            old = Affine.of(weight, bias, mean, var, norm.eps)
+            new = Affine.of(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)
+            found[norm] = new.teleported(old, (of_weight, of_bias))
+        return found
 
     def end_stage(self, task: Task, stage: Stage) -> None:
         if stage.name == "ivt-fisher":

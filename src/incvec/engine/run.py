@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from incvec.config import RunConfig
-from incvec.contracts import Stage, Task
+from incvec.contracts import Stage, Task, no_look
 from incvec.data import Dataset
 from incvec.engine import checkpoints
 from incvec.engine import events as ev
@@ -336,6 +336,7 @@ class Run:
             self._settle(rows=rows)
             self.loop = self._make_loop(task, stage, rows)
         loop = self.loop
+        parts.world.look = loop.look
         loop.set_mode(self.config.sync_batchnorm)
         lane = (f"rank {self.ranks.rank} of {self.ranks.size}",) if loop.sharded else ()  # its samples, its draws
         log = self.progress.losses_of(task, stage)
@@ -387,7 +388,7 @@ class Run:
         if stage.owner is None:
             parts.method.end_stage(task, stage)
         self._settle()
-        self.loop = None
+        self.loop, parts.world.look = None, no_look
         self.position = (task.index, number + 1, 0)
         if self._save_due():
             yield self._save()

@@ -218,6 +218,18 @@ class StageLoop:
             if number % TICK == TICK - 1:
                 yield None
 
+    @torch.no_grad()
+    def look(self, batches: int) -> Iterator[None]:
+        """See `World.look`. Draws are the same each time; an epoch begins by seeding its own."""
+        source, views = self.world.sources[self.stage.source], torch.Generator(self.world.device)
+        views.manual_seed(0)
+        self.world.generator.manual_seed(0)
+        for rows in self.order.view(self.steps, self.batch)[:batches]:
+            batch = source.fetch(rows, views, self.stage.views)
+            with self.world.autocast():
+                self.loss(batch)
+            yield None
+
     def set_mode(self, synchronised: bool = True) -> None:
         """Train mode as the stage asks for it; BatchNorm over all ranks where each has but a part of the batch."""
         self.method.train()
