@@ -532,6 +532,20 @@ def test_several_processes_make_the_same_bytes_and_end_with_their_parent(root, t
     assert contents(tmp_path / "store") == contents(make_store(root, tmp_path / "one", chunk_rows=2).root)
 
 
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_is_told_of_it(root, tmp_path):
+    """Each process reads the script anew, comes upon pack() itself and dies."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from incvec.data.layouts import list_images\nfrom incvec.data.pack import pack\n"
+        f"pack(list_images({str(root)!r}), {str(tmp_path / 'store')!r}, 8, workers=2, chunk_rows=2)\n"
+    )
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "DataError: a packing process died" in ended.stderr
+    assert "below `if __name__ == '__main__':`" in ended.stderr
+
+
 def test_default_chunks_lie_within_shards(root, tmp_path):
     store = pack(list_images(root), tmp_path / "store", 16, workers=1)
     assert (store.parts["train"].chunk, store.parts["train"].rows) == (256, 15)

@@ -324,7 +324,8 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
                 yield jobs[job], job.result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a packing process died, perhaps for want of memory; run the same command again, with fewer --workers"
+                "a packing process died, perhaps for want of memory; run the same command again, with fewer --workers. "
+                "(A script of your own has to call pack() below `if __name__ == '__main__':`, or no process can start.)"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
