@@ -3,14 +3,14 @@
 On its running statistics a layer does y = slope x + offset to each channel, slope = weight / sqrt(var + eps) and
 offset = bias - slope mean. In training it normalises by each batch instead, so a network that now sees other images
 (new classes alone, say) does something else with the same weights, and much of what it learns makes up for that. To
-take a layer back towards an old one is to take the map back, not the weight and the bias; and for the network to train
-on from the same function, the map has to be told by the statistics of what the layer now sees.
+take a layer back towards an old one is to take the map back, not the weight and the bias. The map of a network in
+training is that by the batches' statistics (running ones lag behind the weights), and for it to train on from where it
+was taken, the new map has to be told by the statistics of what the layer then sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -47,48 +47,50 @@ class Affine(NamedTuple):
         norm.bias.copy_(self.offset + self.slope * norm.running_mean)
 
 
-@torch.no_grad()
-def renormalise(maps: Mapping[Any, Affine], looks: Iterable[None]) -> None:
-    """Make layers these maps, told by the statistics of what they see.
+Moments = tuple[Tensor, Tensor]  # mean and variance, by channel
 
-    `looks` runs the network on a batch at a time, and the layers are their maps meanwhile. Where a look calls a layer
-    more than once, its last input counts. Means over the looks, as running statistics are; without a look the
-    statistics stay.
+
+@torch.no_grad()
+def moments(norms: Iterable[Any], looks: Iterable[None]) -> dict[Any, Moments]:
+    """Of what the layers see, by layer: means over the looks, as running statistics are means over steps.
+
+    `looks` runs the network on a batch at a time. Where it calls a layer more than once, the last input counts; a layer
+    that it never calls is not among them.
     """
-    for norm, affine in maps.items():
-        affine.tell(norm)
-    seen: dict[Any, tuple[Tensor, Tensor]] = {}
+    seen: dict[Any, Moments] = {}
     sums: dict[Any, list[Tensor]] = {}
     count = 0
-    with _watched(maps, seen):
-        for _ in looks:
-            for norm, found in seen.items():
-                total = sums.setdefault(norm, [torch.zeros_like(value) for value in found])
-                torch._foreach_add_(total, list(found))
-            count += 1
-    for norm, (mean, var) in sums.items():
-        norm.running_mean.copy_(mean / count)
-        norm.running_var.copy_(var / count)
-        maps[norm].tell(norm)
-
-
-@contextmanager
-def _watched(norms: Iterable[Any], seen: dict[Any, tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """The layers on their running statistics, with mean and variance of their inputs going to `seen`."""
 
     def note(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         values = inputs[0].float()
-        var, mean = torch.var_mean(values, [axis for axis in range(values.dim()) if axis != 1])
+        axes = [axis for axis in range(values.dim()) if axis != 1]
+        var, mean = torch.var_mean(values, axes, correction=0)  # as a batch is normalised
         seen[norm] = mean, var
 
-    modes = {norm: norm.training for norm in norms}
-    handles = [norm.register_forward_pre_hook(note) for norm in norms]  # also keeps our own kernels away
+    handles = [norm.register_forward_pre_hook(note) for norm in norms]  # which also keeps our own kernels away
     try:
-        for norm in norms:
-            norm.eval()
-        yield
+        for _ in looks:
+            for norm, found in seen.items():
+                torch._foreach_add_(sums.setdefault(norm, [torch.zeros_like(value) for value in found]), list(found))
+            count += 1
     finally:
         for handle in handles:
             handle.remove()
+    return {norm: (mean / count, var / count) for norm, (mean, var) in sums.items()}
+
+
+@torch.no_grad()
+def renormalise(maps: Mapping[Any, Affine], looks: Iterable[None]) -> None:
+    """Make layers these maps, told by the statistics of what they then see; without a look the statistics stay."""
+    modes = {norm: norm.training for norm in maps}
+    for norm, affine in maps.items():
+        affine.tell(norm)
+        norm.eval()  # so that it is the map, whatever the batch
+    try:
+        for norm, (mean, var) in moments(maps, looks).items():
+            norm.running_mean.copy_(mean)
+            norm.running_var.copy_(var)
+            maps[norm].tell(norm)
+    finally:
         for norm, mode in modes.items():
             norm.train(mode)

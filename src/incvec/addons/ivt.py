@@ -11,10 +11,10 @@ more, which a run that begins there and the lab's `curvature` need; of pre-train
 
 The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
 with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`). Those that
-the method holds fixed (SSRE) stay as they are. `map` goes further: what is teleported is the affine map that a layer is
-on its running statistics, and the same map is then told by the statistics of the batches at hand, so that training goes
-on from the function that was teleported (see affine.py). The others leave it to training to make up for a weight that
-went back while the batches it is normalised by stayed.
+the method holds fixed (SSRE) stay as they are. `map` goes further: what is teleported is the affine map that a layer
+is, by the statistics of the batches at hand, and the new map is told by theirs again, so that training goes on from the
+function that was teleported (see affine.py). The others leave it to training to make up for a weight that went back
+while the batches it is normalised by stayed.
 
 Algorithm 1 ends on a teleport wherever the interval divides the epochs, so that what is delivered has not trained
 since: `last="skip"` leaves that one out. It says nothing of the classifier, whose old rows have a past and are
@@ -28,14 +28,14 @@ that rests there too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.addons.affine import Affine, norms_of, renormalise
+from incvec.addons.affine import Affine, moments, norms_of, renormalise
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
 from incvec.ivt import IVT, scale
@@ -228,10 +228,10 @@ class IVTAddOn(AddOn):
             self.plugin.end_epoch()
         if self._teleports(task, stage, epoch):
             self._interpolate_statistics()
-            maps = self._teleported_maps() if self.options.batchnorm == "map" else {}
+            maps = self._teleported_maps(stage) if self.options.batchnorm == "map" else {}
             self.plugin.teleport(self._left)
             if maps:
-                renormalise(maps, self.world.look(LOOKS) if stage.batchnorm == "train" else ())
+                renormalise(maps, self._look(stage))
             if self.options.optimiser_state == "reset" and optimiser is not None:
                 self._forget(optimiser)
 
@@ -266,10 +266,15 @@ class IVTAddOn(AddOn):
         old, new = self.plugin.cumulative.get(name), self.plugin.fisher.get(name)
         return None if old is None or new is None else scale(old.to(new.device), new)
 
+    def _look(self, stage: Stage) -> Iterable[None]:
+        """Batches to measure statistics on; none where the stage has them fixed."""
+        return self.world.look(LOOKS) if stage.batchnorm == "train" else ()
+
     @torch.no_grad()
-    def _teleported_maps(self) -> dict[Any, Affine]:
-        """By layer, the map it shall be: that of the anchor and S times the way from there."""
+    def _teleported_maps(self, stage: Stage) -> dict[Any, Affine]:
+        """By layer, the map it shall be: that of the anchor and S times the way to the one it trains as."""
         found = {}
+        present = moments(self._norms().values(), self._look(stage))
         for name, norm in self._norms().items():
             of_weight, of_bias = self._scale_of(f"{name}.weight"), self._scale_of(f"{name}.bias")
             if of_weight is None or of_bias is None:
@@ -278,7 +283,8 @@ class IVTAddOn(AddOn):
             weight, bias = (self.plugin.anchor[f"{name}.{kind}"].to(here) for kind in ("weight", "bias"))
             mean, var = (self.buffers[f"{name}.{kind}"] for kind in ("running_mean", "running_var"))
             old = Affine.of(weight, bias, mean, var, norm.eps)
-            new = Affine.of(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)
+            mean, var = present.get(norm, (norm.running_mean, norm.running_var))
+            new = Affine.of(norm.weight, norm.bias, mean, var, norm.eps)
             found[norm] = new.teleported(old, (of_weight, of_bias))
         return found
 
