@@ -75,14 +75,14 @@ class Rates(NamedTuple):
 
     by_side: dict[int, float]
     device: str = ""
-    beside: tuple[str, ...] = ()  # how they compare with a plain loop's, a sentence a size
+    beside: tuple[str, ...] = ()  # how they compare with a plain loop's, a paragraph a size
 
 
 def read_rates(paths: Sequence[Path]) -> Rates:
     """Streamed, since that is how the largest are trained. Those of a CPU would make hours that mean nothing."""
     found: dict[int, float] = {}
     devices: list[str] = []
-    beside: list[str] = []
+    beside: dict[int, str] = {}
     for path in filter(Path.is_file, paths):
         content: dict[str, Any] = json.loads(path.read_text())
         place = content.get("environment", {})
@@ -96,26 +96,32 @@ def read_rates(paths: Sequence[Path]) -> Rates:
             devices.append(place["device"])
         wanted = ("ours, streamed", "finetune", "base")
         rows = [r for r in content["rows"] if (r["what"], r.get("method"), r.get("stage")) == wanted]
+        if again := sorted(found.keys() & {row["side"] for row in rows}):
+            raise ValueError(
+                f"{path} has rates at {again[0]} pixels, and so has a file before it: name one with --rates"
+            )
         found |= {row["side"]: row["images_per_second"] for row in rows}
-        beside += [_beside(row["side"], content) for row in rows if "ratios" in content]
+        beside |= {row["side"]: _beside(row["side"], content) for row in rows}
     if len(devices) > 1:
         raise ValueError(f"rates of {' and '.join(devices)} make no one table: name files of one GPU with --rates")
-    return Rates(found, "".join(devices), tuple(beside))
+    return Rates(found, "".join(devices), tuple(beside[side] for side in sorted(beside)))
 
 
 def _beside(side: int, content: dict[str, Any]) -> str:
-    ratios = content["ratios"]
-    resident, streamed = (ratios[f"{name} over plain loop, {side}"] for name in ("resident", "streamed"))
-    share = ratios[f"streamed over resident, {side}"]
+    rates = {row["what"]: row["images_per_second"] for row in content["rows"] if row["side"] == side}
+    resident, streamed = rates["ours, resident"], rates["ours, streamed"]
+    plain, step = rates["plain loop"], rates["plain loop, its step alone"]
     return (
         f"At {side} pixels a plain loop (ImageFolder, {content['cores']} workers, torchvision's transforms, float32)\n"
-        f"was measured in the same run: ours is {resident:.1f} times as fast resident and {streamed:.1f} times\n"
-        f"streamed, which is {share:.0%} of resident."
+        f"was measured in the same run, at {plain:,.0f} images/s: ours (bfloat16, captured) is\n"
+        f"{resident / plain:.1f} times as fast resident and {streamed / plain:.1f} times streamed, which is\n"
+        f"{streamed / resident:.0%} of resident. The plain loop's training step alone, on one batch again and\n"
+        f"again, makes {step:,.0f} images/s: its loader holds it back."
     )
 
 
 def _told(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{60 * hours:.0f} min"
+    return f"{hours:.1f} h" if hours >= 0.995 else f"{60 * hours:.0f} min"
 
 
 def tables(rates: Rates) -> list[str]:
@@ -185,6 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.packing.is_file():
         parser.error(f"{given.packing} is missing: benchmarks/packing.py --out writes it")
+    missing = [str(path) for path in given.rates if not path.is_file()]
+    if missing and len(missing) < len(given.rates):
+        parser.error(f"{missing[0]} is missing: benchmarks/scale.py --json writes it")
     try:
         rates = read_rates(given.rates)
     except ValueError as error:

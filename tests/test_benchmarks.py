@@ -52,9 +52,10 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
     assert cost.store_bytes("imagenet") == pytest.approx(1_331_167 * 3 * 256**2)
     file = tmp_path / "scale.json"
     row = {"what": "ours, streamed", "method": "finetune", "stage": "base", "side": 224, "images_per_second": 5000.0}
-    rows = [row, {**row, "what": "ours, resident", "images_per_second": 9000.0}]
+    others = {"ours, resident": 9000.0, "plain loop": 1000.0, "plain loop, its step alone": 3000.0}
+    rows = [row, *({**row, "what": what, "images_per_second": rate} for what, rate in others.items())]
     place = {"device_type": "cuda", "device": "NVIDIA H200"}
-    file.write_text(json.dumps({"rows": rows, "environment": place}))
+    file.write_text(json.dumps({"rows": rows, "environment": place, "cores": 16}))
     lines = cost.tables(cost.read_rates([file]))
     (line,) = [line for line in lines if line.startswith("| imagenet | pass |")]
     base, later = 100 * 500 * 1281.167, 100 * 500 * 1281.167
@@ -64,20 +65,18 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
     minutes = (base + later) / 5000 / 60 / 7.2
     (line,) = [line for line in lines if line.startswith("| imagenet-subset | podnet |")]
     assert line.endswith(f"| {minutes:.0f} min |")
-    assert "5,000 images/s at 224 pixels, on one NVIDIA H200; 8 GPUs" in lines[-1]
+    assert "5,000 images/s at 224 pixels, on one NVIDIA H200; 8 GPUs" in lines[-3]
+    assert "(bfloat16, captured) is\n9.0 times as fast resident and 5.0 times streamed, which is\n56% of" in lines[-1]
     assert cost.read_rates([tmp_path / "none.json"]) == cost.Rates({})
 
-    other = tmp_path / "scale-64.json"  # each size in a file of its own, with what was measured beside it
-    ratios = {
-        "resident over plain loop, 64": 7.04,
-        "streamed over plain loop, 64": 6.66,
-        "streamed over resident, 64": 0.946,
-    }
-    content = {"rows": [{**row, "side": 64}], "environment": place, "ratios": ratios, "cores": 16}
+    other = tmp_path / "scale-64.json"  # each size in a file of its own
+    content = {"rows": [{**row, "side": 64} for row in rows], "environment": place, "cores": 16}
     other.write_text(json.dumps(content))
     rates = cost.read_rates([file, tmp_path / "none.json", other])
     assert rates.by_side == {224: 5000.0, 64: 5000.0}
-    assert "7.0 times as fast resident and 6.7 times\nstreamed, which is 95% of resident" in cost.tables(rates)[-1]
+    assert [text[:12] for text in rates.beside] == ["At 64 pixels", "At 224 pixel"]
+    with pytest.raises(ValueError, match="has rates at 224 pixels, and so has a file before it"):
+        cost.read_rates([file, file])
     other.write_text(json.dumps({**content, "environment": {**place, "device": "NVIDIA A100"}}))
     with pytest.raises(ValueError, match="NVIDIA H200 and NVIDIA A100 make no one table"):
         cost.read_rates([file, other])

@@ -197,8 +197,8 @@ class World:
     oracle: bool = False
     class_names: tuple[str, ...] = ()  # by label; those of classes to come are nobody's business yet
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # the engine's mixed precision
-    # The stage's loss on so many batches of its epoch at most, one a turn, without gradients or steps: for add-ons that
-    # have moved weights and measure. Every rank sees the same. Empty where no stage is under way.
+    # The stage's loss (which keeps no state) on so many batches of its epoch at most, one a turn, without gradients or
+    # steps: for add-ons that have moved weights and measure. All ranks see the same; none, where no stage is under way.
     look: Callable[[int], Iterator[None]] = no_look
 
     @property

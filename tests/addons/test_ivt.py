@@ -436,6 +436,54 @@ def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Pat
     assert any(not torch.equal(weights_a[name], weights_b[name]) for name in weights_a if "norm" in name)
 
 
+def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
+    """Without gradients, with the same draws each time; none where no stage is under way."""
+    batches = record_batches(monkeypatch)
+    looks: list[list[Any]] = []
+    grads: list[bool] = []
+
+    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        before, loop = state_of(self.method), run.loop
+        assert loop is not None
+        history, loss = loop.history.clone(), loop.loss
+        loop.loss = lambda batch: (grads.append(torch.is_grad_enabled()), loss(batch))[1]
+        for _ in range(2):
+            batches.clear()
+            draws = []
+            for _ in self.world.look(1):
+                draws.append(torch.rand(3, generator=self.world.generator))
+            looks.append([len(batches), batches[0].images, draws[0]])
+        loop.loss = loss
+        statistics = {name for name in before if name.endswith(STATISTICS)}  # a network in training keeps these itself
+        assert all(torch.equal(t, before[n]) for n, t in state_of(self.method).items() if n not in statistics)
+        assert torch.equal(loop.history, history)
+
+    watch(monkeypatch, IVTAddOn, "end_epoch", after=ended)
+    run = make_run(few, tmp_path, quick("pass", "ivt", tasks=1))
+    with closing(run.events()) as events:
+        for _ in events:
+            if looks:
+                break
+    assert run.loop is None
+    assert list(run.parts.world.look(3)) == []  # dropped with the run that was broken off
+    (count, images, draw), (_, images_again, draw_again) = looks[:2]
+    assert count == 1
+    assert torch.equal(images, images_again)
+    assert torch.equal(draw, draw_again)
+    assert grads
+    assert not any(grads)
+
+
+@pytest.mark.parametrize("given", [{"structure": "kernel"}, {"first_fisher": "sample"}])
+def test_the_first_fisher_is_measured_of_what_trains(given: dict[str, str], few: Dataset, tmp_path: Path) -> None:
+    """RAPF's towers rest; a pass over them as well would find no gradient and stop."""
+    run = run_on(few, tmp_path, "rapf", "ivt", ivt=given)
+    assert [stage.name for stage in run._plan(run.parts.tasks[0])][-1] == "ivt-fisher"
+    (addon,) = run.parts.addons
+    assert isinstance(addon, IVTAddOn)
+    assert not any(name.startswith("backbone.") for name in addon.plugin.cumulative)
+
+
 def test_resting_layers_keep_their_statistics(few: Dataset, tmp_path: Path) -> None:
     """SSRE trains no norm in an increment; there is no S to interpolate by."""
     keep = run_on(few, tmp_path / "keep", "ssre", "ivt")

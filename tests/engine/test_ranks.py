@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 OTHERS = {
     **{name: quick(name) for name in sorted(METHODS) if name not in ("finetune", "ewc")},
     **{f"icarl+{name}": quick("icarl", name) for name in sorted(ADDONS) if name != "ivt"},
+    "pass with maps": quick("pass", "ivt", ivt={"batchnorm": "map"}),
 }
 COUNTS = (1, 2, 7, 60)
 

@@ -128,7 +128,8 @@ class IVTAddOn(AddOn):
             if o.first_fisher == "batch" and not kernel:
                 return stages
             size = 1 if o.first_fisher == "sample" else main.batch_size
-            return [*stages, self._measure(main, "fisher", size, (Group(("model",), 0.0),), None)]
+            groups = tuple(Group(group.prefixes, 0.0) for group in main.groups)
+            return [*stages, self._measure(main, "fisher", size, groups, None)]
         if o.batchnorm != "recalibrate" or main.batchnorm == "frozen":  # statistics the method holds fixed stay so
             return stages
         place = 1 + max(i for i, stage in enumerate(stages) if stage.role == "main")

@@ -145,7 +145,7 @@ class Run:
             self.ranks.wait()
             yield ev.Finished(record, str(self.record_path))
         finally:
-            self.loop = None
+            self._drop_loop()
             with contextlib.suppress(CheckpointError):
                 self._saver.wait()
             if self.base is not None:
@@ -174,6 +174,12 @@ class Run:
         if self.progress.ranks != [size]:
             self.bases = None  # a base that several numbers of ranks have trained is nobody else's
         self.ranks.wait()
+
+    def _drop_loop(self) -> None:
+        """With all that hangs on it: a captured graph's memory, the optimiser's state."""
+        if self.loop is not None:
+            self.loop.world.look = no_look
+            self.loop = None
 
     def _settle(self, **more: Tensor) -> None:
         """Every rank has run the same hook; where their devices differ in the last bit, the first one is right."""
@@ -362,6 +368,9 @@ class Run:
             self.ranks.average_statistics(parts.method)
             for addon in listeners:
                 addon.end_epoch(task, stage, epoch + 1, loop.optimiser)
+            if loop.looked:  # weights were made from what each rank saw
+                loop.looked = False
+                self._settle()
             current = fetch_history(loop, self.ranks, epoch)
             if pending is not None:
                 yield from self._read_history(task, stage, loop, log, pending)
@@ -388,7 +397,7 @@ class Run:
         if stage.owner is None:
             parts.method.end_stage(task, stage)
         self._settle()
-        self.loop, parts.world.look = None, no_look
+        self._drop_loop()
         self.position = (task.index, number + 1, 0)
         if self._save_due():
             yield self._save()
@@ -438,7 +447,7 @@ class Run:
 
     def _load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
         """Grow the structure the file was written with, then fill in the values."""
-        self.loop = None
+        self._drop_loop()
         groups = restore(self.parts, tensors, meta, self.config.seed, addons)
         if "fisher" in groups:
             self.base_fisher = {name: t.to(self.device, copy=True) for name, t in groups["fisher"].items()}

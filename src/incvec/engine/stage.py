@@ -138,6 +138,7 @@ class StageLoop:
         self.history = torch.zeros(0, device=device)
         self.loss: Callable[..., Mapping[str, Tensor]] = stage.loss or method.loss
         self.replay: Callable[[], None] | None = None
+        self.looked = False  # since the engine last asked
 
     # The step -------------------------------------------------------------------------------------------
 
@@ -224,6 +225,7 @@ class StageLoop:
         source, views = self.world.sources[self.stage.source], torch.Generator(self.world.device)
         views.manual_seed(0)
         self.world.generator.manual_seed(0)
+        self.looked = True
         for rows in self.order.view(self.steps, self.batch)[:batches]:
             batch = source.fetch(rows, views, self.stage.views)
             with self.world.autocast():
