@@ -139,6 +139,7 @@ class StageLoop:
         self.loss: Callable[..., Mapping[str, Tensor]] = stage.loss or method.loss
         self.replay: Callable[[], None] | None = None
         self.looked = False  # since the engine last asked
+        self.synchronised = False  # BatchNorm over the ranks
 
     # The step -------------------------------------------------------------------------------------------
 
@@ -226,16 +227,21 @@ class StageLoop:
         views.manual_seed(0)
         self.world.generator.manual_seed(0)
         self.looked = True
-        for rows in self.order.view(self.steps, self.batch)[:batches]:
-            batch = source.fetch(rows, views, self.stage.views)
-            with self.world.autocast():
-                self.loss(batch)
-            yield None
+        self.ranks.set_norms(self.method, False)  # each rank has the whole batch
+        try:
+            for rows in self.order.view(self.steps, self.batch)[:batches]:
+                batch = source.fetch(rows, views, self.stage.views)
+                with self.world.autocast():
+                    self.loss(batch)
+                yield None
+        finally:
+            self.ranks.set_norms(self.method, self.synchronised)
 
     def set_mode(self, synchronised: bool = True) -> None:
         """Train mode as the stage asks for it; BatchNorm over all ranks where each has but a part of the batch."""
         self.method.train()
-        self.ranks.set_norms(self.method, synchronised and self.sharded)
+        self.synchronised = synchronised and self.sharded
+        self.ranks.set_norms(self.method, self.synchronised)
         if self.stage.batchnorm == "frozen":
             for module in self.method.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
