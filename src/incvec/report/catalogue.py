@@ -37,9 +37,10 @@ Every name here is one for `incvec run`: `--method`, `--addon` (with any method,
 `--dataset`. A preset holds a component's settings for one data set: for `cifar100` those of the IVT paper (but for
 FCS's batches, its authors'; and for `ivt` itself, where the paper leaves something open, [our reading](findings.md)),
 for `digits` quick ones of our own; in brackets are variants for `--variant` (an add-on's `pretrained` is taken by
-itself with models that start pre-trained, and `any with pass` by itself beside PASS). Results are `pending` until records of real runs lie under
-`results/`; reproduced means that AA and LA are at most 1.5 points below the IVT paper's, with these settings; for IVT,
-what it adds to its host's AA stands beside it. What is not listed there has not been run."""
+itself with models that start pre-trained, and `any with pass` by itself beside PASS). Results are `pending` until
+records of real runs lie under `results/`; reproduced means that AA and LA are at most 1.5 points below the IVT paper's,
+with these settings; for IVT, what it adds to its host's AA stands beside it. What is not listed there has not been
+run."""
 
 NEAR = 1.5  # points
 
