@@ -232,7 +232,7 @@ def test_which_reading_is_the_default() -> None:
     assert reading() == {"batchnorm": "keep", "last": "skip", "head": "keep"}
     assert reading(method="podnet") == reading(dataset="digits") == reading(method="flyp", variant="lite") == letter
     assert reading(method="pass") == reading(method="fcs", dataset="digits")
-    assert reading(method="pass") == {"batchnorm": "interpolate", "last": "teleport", "head": "keep"}
+    assert reading(method="pass") == {"batchnorm": "map", "last": "skip", "head": "keep"}
     usual = resolve(given).resolved()
     assert changed_settings(usual) == {}
     old = {key: value for key, value in usual["ivt"].items() if key not in letter}

@@ -90,7 +90,7 @@ def test_switches_stand_beside_their_host_and_the_paper() -> None:
     other = sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
     unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "interpolate"})
     lines = switch_table("cifar100", [host, default, other, unlike])
-    assert len(lines) == 2 + (2 + 9) + 3 * (2 + 2)
+    assert len(lines) == 2 + (2 + 9) + (2 + 2) + 2 * (2 + 4)
     a, b, c = (record["metrics"]["AA"] for record in (other, default, host))
     cells = row_of(lines, "| podnet + ivt | `ivt.interval=5` |")
     assert cells[2:6] == ["1", f"{a:.2f}", f"{a - c:+.2f}", f"{a - 65.36:+.2f}"]

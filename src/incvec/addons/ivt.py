@@ -21,9 +21,9 @@ since: `last="skip"` leaves that one out. It says nothing of the classifier, who
 teleported while the new ones stand still, which shifts the balance between old and new classes; `head="keep"`
 teleports the backbone alone. (PODNet and LUCIR do not train their old rows, so there the two hardly differ.) The
 presets for photographs and networks trained from scratch do both. Three hosts have their own: PODNet, whose balanced
-stage follows the last teleport, keeps to the letter; PASS and FCS interpolate the statistics and keep the head. Without
-a preset it is the letter. A teleport in another stage that `stages` names moves what the task has trained, a backbone
-that rests there too.
+stage follows the last teleport, keeps to the letter; PASS and FCS, which see new classes alone, do both with
+`batchnorm="map"`. Without a preset it is the letter. A teleport in another stage that `stages` names moves what the
+task has trained, a backbone that rests there too.
 """
 
 from __future__ import annotations
