@@ -102,6 +102,19 @@ def test_switches_stand_beside_their_host_and_the_paper() -> None:
     assert "ivt.batchnorm=interpolate" in rest[2]
 
 
+def test_switches_are_told_for_their_seeds_and_from_the_hosts_base() -> None:
+    host, default = sample("podnet", fall=7.0), sample("podnet", "ivt")
+    again = sample("podnet", "ivt", fall=1.0, seed=1)  # the switches have no such seed
+    other = sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
+    lines = switch_table("cifar100", [host, default, again, other])
+    assert row_of(lines, "| podnet + ivt | `default` |")[2:4] == ["1", f"{default['metrics']['AA']:.2f}"]
+    assert not any("†" in line for line in lines)
+    other["accuracy"][0][0] += 0.5
+    lines = switch_table("cifar100", [host, default, again, other])
+    assert [line.split(" |")[1] for line in lines if "†" in line and "|" in line] == [" `ivt.interval=5` †"]
+    assert lines[-1].startswith("† Begun at another trained base task")
+
+
 def test_the_oracle_and_joint_training() -> None:
     records = [
         sample(), sample(seed=1), sample("podnet", "ivt", fall=3.0), sample(oracle=True, fall=1.0), sample("joint"),

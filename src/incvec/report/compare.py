@@ -176,11 +176,20 @@ def kind(own: Mapping[str, Any]) -> str:
     return digest([own["method"], own["addons"], own["dataset"], own["tasks"], own["oracle"], changed])
 
 
-def alike(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> Cell:
-    """The records of one configuration, by seed."""
+def of_kind(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records of one configuration, whatever their seed."""
     wanted = kind(config.resolved())
-    own = [r for r in records if not r.get("label") and kind(r["config"]) == wanted]
-    return next(iter(cells(own).values()), {})
+    return [r for r in records if not r.get("label") and kind(r["config"]) == wanted]
+
+
+def alike(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> Cell:
+    """The measures of one configuration, by seed."""
+    return next(iter(cells(of_kind(config, records)).values()), {})
+
+
+def first_accuracies(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[Seed, float]:
+    """What one configuration had right after the base task, by seed: it tells trained bases apart."""
+    return {(r["seed"], r.get("order_seed")): r["accuracy"][0][0] for r in of_kind(config, records)}
 
 
 def settings_text(changes: Mapping[str, Any]) -> str:
