@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -530,6 +531,15 @@ def test_several_processes_make_the_same_bytes_and_end_with_their_parent(root, t
     assert not alive(workers)
     subprocess.run(command, check=True, capture_output=True)
     assert contents(tmp_path / "store") == contents(make_store(root, tmp_path / "one", chunk_rows=2).root)
+
+
+def test_a_process_that_dies_while_work_is_handed_out_is_told_of(root, tmp_path, monkeypatch):
+    def broken(*_):
+        raise BrokenProcessPool("a child process terminated abruptly")
+
+    monkeypatch.setattr(packing.ProcessPoolExecutor, "submit", broken)
+    with pytest.raises(DataError, match="a packing process died"):
+        pack(list_images(root), tmp_path / "store", 8, workers=2, chunk_rows=2)
 
 
 @pytest.mark.slow

@@ -318,8 +318,8 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
     if os.name == "posix":
         context.set_forkserver_preload([__name__, "torchvision.io"])
     with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
-        jobs: dict[Future[Done], Chunk] = {pool.submit(make_chunk, root, chunk): chunk for chunk in chunks}
         try:
+            jobs: dict[Future[Done], Chunk] = {pool.submit(make_chunk, root, chunk): chunk for chunk in chunks}
             for job in as_completed(jobs):
                 yield jobs[job], job.result()
         except BrokenProcessPool as error:
