@@ -128,6 +128,11 @@ def compare_gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> dict[tu
     return found
 
 
+def same_base(first: float, second: float) -> bool:
+    """Whether runs of one seed began at one trained base task, by their accuracy right after it."""
+    return abs(first - second) <= 1e-6
+
+
 def based_apart(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Pairs of one seed, but not from one trained base task, by their first accuracy: `podnet, 5 tasks, seed 1`."""
     first: dict[tuple[str, int, Seed], float] = {}
@@ -137,7 +142,7 @@ def based_apart(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]
             first[key] = record["accuracy"][0][0]
     found = []
     for (row, tasks, seed), value in sorted(first.items(), key=str):
-        if abs(first.get((f"{row} + ivt", tasks, seed), value) - value) > 1e-6:
+        if not same_base(first.get((f"{row} + ivt", tasks, seed), value), value):
             found.append(f"{row}, {tasks} tasks, seed {seed[0]}")
     return found
 
@@ -188,7 +193,7 @@ def alike(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> Cell:
 
 
 def first_accuracies(config: RunConfig, records: Sequence[Mapping[str, Any]]) -> dict[Seed, float]:
-    """What one configuration had right after the base task, by seed: it tells trained bases apart."""
+    """What one configuration had right after the base task, by seed; see `same_base`."""
     return {(r["seed"], r.get("order_seed")): r["accuracy"][0][0] for r in of_kind(config, records)}
 
 

@@ -37,6 +37,7 @@ from incvec.report.compare import (
     paper_gains,
     row_name,
     runs_of,
+    same_base,
     settings_text,
     spread,
     standard_cells,
@@ -106,7 +107,7 @@ def switch_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str
             cell = {seed: values for seed, values in alike(config, records).items() if seed[0] in seeds}
             other = [
                 seed for seed, value in first_accuracies(config, records).items()
-                if seed in cell and abs(began.get(seed, value) - value) > 1e-6
+                if seed in cell and not same_base(began.get(seed, value), value)
             ]  # fmt: skip
             apart |= bool(other)
             setting = settings_text(changed_settings(config.resolved())) or "default"
