@@ -234,11 +234,26 @@ def test_on_a_cpu_torchs_operators_are_used() -> None:
     assert kernels.stem(Stem(3, 16, "3x3"), torch.zeros(1, 3, 4, 4)) is None
 
 
-def test_maps_of_imagenets_size_are_left_to_cudnn() -> None:
-    assert kernels._fits(32, 32, 1)
-    assert kernels._fits(16, 16, 2)
-    assert not kernels._fits(56, 56, 1)
-    assert not kernels._fits(15, 15, 2)
+@pytest.mark.parametrize(
+    ("channels", "out", "side", "stride", "suits"),
+    [
+        (16, 16, 32, 1, True),  # ResNet-32, its stages and what leads from one to the next
+        (16, 32, 32, 2, True),
+        (32, 32, 16, 1, True),
+        (32, 64, 16, 2, True),
+        (64, 64, 8, 1, True),
+        (3, 16, 32, 1, True),
+        (64, 64, 32, 1, False),  # ResNet-18 at 64 pixels, and for CIFAR
+        (3, 64, 32, 1, False),
+        (64, 64, 56, 1, False),  # at 224
+        (16, 32, 15, 2, False),
+    ],
+)
+def test_maps_larger_than_resnet32s_are_left_to_cudnn(
+    channels: int, out: int, side: int, stride: int, suits: bool
+) -> None:
+    conv = torch.nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
+    assert kernels._fits(torch.zeros(1, channels, side, side), conv) is suits
 
 
 def test_every_cut_in_the_tables_is_possible() -> None:

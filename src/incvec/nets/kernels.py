@@ -3,8 +3,8 @@
     y = kernels.block(residual, x)        # None where they do not suit: the module then computes it itself
     y = kernels.stem(stem, x)
 
-cuDNN's kernels are made for hundreds of channels; CIFAR's residual networks have 16, 32 and 64. (Maps larger than
-CIFAR's are left to cuDNN.) In training, a block's convolutions take the statistics of their results as they go, and
+cuDNN's kernels are made for hundreds of channels; CIFAR's residual networks have 16, 32 and 64. (Larger maps than
+theirs are left to cuDNN: ResNet-18's first stage, 64 channels of 32 x 32, is faster there.) In training, a block's convolutions take the statistics of their results as they go, and
 its backward products mask, sum and add the same way; a frozen teacher's block is two kernels. Weights are read in
 float32 and rounded to bfloat16 on the way into the product, and their gradients come in float32 from float32 sums, so
 that no kernel is spent on conversions. The same inputs give the same bits. Gradients can be taken once, not twice;
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from incvec.nets.resnet import Residual, Stem
 
 CHANNELS = frozenset({16, 32, 64})
-PIXELS = 32 * 32  # of the largest maps that the work was cut for and measured on
+VALUES = 16 * 32 * 32  # of the largest maps, all channels together, that the work was cut for and measured on
 VARIABLE = "INCVEC_KERNELS"
 
 _enabled = os.environ.get(VARIABLE) != "off"  # the engine looks at the value before it builds a run
@@ -60,7 +60,7 @@ def block(module: Residual, x: Tensor) -> Tensor | None:
     if not (_enabled and x.is_cuda and x.dtype == torch.bfloat16 and _free()):
         return None
     first, second = module.conv1, module.conv2
-    if not _fits(x.shape[2], x.shape[3], first.stride[0]):
+    if not _fits(x, first):
         return None
     if not (_known(first, module.norm1) and _known(second, module.norm2)):
         return None
@@ -83,7 +83,7 @@ def stem(module: Stem, x: Tensor) -> Tensor | None:
         return None
     if torch.get_autocast_dtype("cuda") != torch.bfloat16 or x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if module.pooled or x.shape[1] > 3 or not _fits(x.shape[2], x.shape[3], 1):
+    if module.pooled or x.shape[1] > 3 or not _fits(x, module.conv):
         return None
     if not _known(module.conv, module.norm, {1, 2, 3}):
         return None
@@ -108,8 +108,12 @@ def _free() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def _fits(height: int, width: int, stride: int) -> bool:
-    return height % stride == 0 and width % stride == 0 and height * width <= PIXELS
+def _fits(x: Tensor, conv: nn.Conv2d) -> bool:
+    """Whether the maps that go in and come out are of a size we have cut the work for."""
+    (channels, height, width), stride = x.shape[1:], conv.stride[0]
+    if height % stride or width % stride:
+        return False
+    return height * width * max(channels, conv.out_channels // stride**2) <= VALUES
 
 
 def _differentiated(module: nn.Module, x: Tensor) -> bool:
