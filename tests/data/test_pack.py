@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from incvec.data import decode as decoding
 from incvec.data import pack as packing
 from incvec.data.decode import read_pixels
 from incvec.data.folder import open_image
@@ -53,7 +54,21 @@ def test_any_file_name_will_do(root, tmp_path):
     assert rb"train/n00000000/two\nlines.png" in names
 
 
-@pytest.mark.parametrize("shape", [(300, 211), (211, 300), (64, 64), (301, 64), (40, 57), (33, 90)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (300, 211),
+        (211, 300),
+        (64, 64),
+        (301, 64),
+        (40, 57),
+        (33, 90),
+        (92, 49),  # as many columns as it has are used
+        (49, 92),
+        (192, 101),  # no scale has this width's step as its inverse
+        (101, 192),
+    ],
+)
 def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
     from torchvision.transforms import v2
 
@@ -67,16 +82,25 @@ def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
     assert (apart > 0).mean() < 0.01
 
 
+@pytest.mark.parametrize(("size", "wanted", "seen"), [(500, 341, 298), (300, 500, 400), (92, 120, 92), (192, 121, 92)])
+def test_pixels_beyond_the_square_are_made_only_where_torch_needs_them(size, wanted, seen):
+    """Whatever is made is what resizing the whole makes: torch's step is the same."""
+    made, scale = packing._needed(size, wanted, seen)
+    assert made == (wanted if scale is None else seen)
+    assert scale is None or 1 / scale == size / wanted
+    assert (scale is None) == (size in (92, 192))
+
+
 @pytest.mark.parametrize("upright", [False, True])
 def test_a_line_of_pixels_is_brought_to_its_square(upright, monkeypatch):
     """Resized whole, it would be 16 million pixels wide."""
     pixels = torch.zeros(1, 60_000, 3, dtype=torch.uint8)
     pixels[:, 29_999:30_001] = 200
     sizes = []
-    resize = packing.F.interpolate
-    monkeypatch.setattr(packing.F, "interpolate", lambda x, size, **o: (sizes.append(size), resize(x, size, **o))[1])
+    needed = packing._needed
+    monkeypatch.setattr(packing, "_needed", lambda *sides: (sizes.append(sides[1]), needed(*sides))[1])
     square = fitted(pixels.transpose(0, 1) if upright else pixels, 256)
-    assert max(sizes[0]) == 16 * 256
+    assert max(sizes) == 16 * 256
     assert square.shape == (3, 256, 256)
     assert square[:, 128, 128].tolist() == [200] * 3  # its middle
 
@@ -175,14 +199,48 @@ def test_the_fast_decoder_leaves_damaged_files_to_pillow(tmp_path):
         read_pixels(tmp_path / "gone.jpg")
 
 
-def test_without_torchvisions_decoder_the_store_is_the_same(tmp_path, monkeypatch):
-    from incvec.data import decode
+@pytest.mark.parametrize(
+    ("options", "certain"),
+    [
+        ({}, True),
+        ({"progressive": True, "comment": b"a note"}, True),
+        ({"restart_marker_blocks": 1, "keep_rgb": True}, True),
+        ({"exif": b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0"}, False),
+        ({"xmp": b"<x/>"}, False),
+        ({"icc_profile": b"colours"}, False),
+    ],
+)
+def test_pillow_reads_the_headers_that_are_not_certain(tmp_path, monkeypatch, options, certain):
+    asked = []
+    look = decoding._is_plain
+    monkeypatch.setattr(decoding, "_is_plain", lambda content: (asked.append(1), look(content))[1])
+    file = save(photo(3, 61, 47), tmp_path / "a.jpg", **options)
+    assert np.array_equal(read_pixels(file).numpy(), np.array(open_image(file)))
+    assert asked == ([] if certain else [1])
+    assert decoding._plain_jpeg(bytearray(file.read_bytes())) is not None  # and not to be left to Pillow
 
+
+def test_markers_are_taken_for_plain_only_where_pillow_does(tmp_path):
+    """Whatever byte before the pixels is another one."""
+    draw = np.random.default_rng(0)
+    whole = save(photo(4, 24, 16), tmp_path / "a.jpg", comment=b"a note").read_bytes()
+    plain = 0
+    for place in range(2, whole.index(b"\xff\xda") + 14):
+        for byte in {0, 0xC1, 0xE1, 0xFF, int(draw.integers(256)), whole[place] ^ 1}:
+            content = bytearray(whole)
+            content[place] = byte
+            if decoding._has_plain_markers(content):
+                plain += 1
+                assert decoding._is_plain(content)
+    assert plain > 1000
+
+
+def test_without_torchvisions_decoder_the_store_is_the_same(tmp_path, monkeypatch):
     for number in range(4):
         for part in ("train", "val"):
             save(photo(number, 40, 30), tmp_path / "root" / part / f"n{number % 2:08d}" / f"{number}.jpg")
     fast = make_store(tmp_path / "root", tmp_path / "fast")
-    monkeypatch.setattr(decode, "_has_decoder", lambda: False)
+    monkeypatch.setattr(decoding, "_has_decoder", lambda: False)
     assert contents(make_store(tmp_path / "root", tmp_path / "slow").root) == contents(fast.root)
 
 

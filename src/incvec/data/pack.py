@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -29,7 +30,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data.decode import read_pixels
@@ -75,10 +75,28 @@ def fitted(pixels: Tensor, side: int) -> Bytes:
     if short != side:
         long = int(side * max(width, height) / short)
         height, width = (long, side) if width <= height else (side, long)
-        seen = F.interpolate(seen, (height, width), mode="bilinear", antialias=True)
     left, top = round((width - side) / 2), round((height - side) / 2)
-    cut: Bytes = seen[0, :, top : top + side, left : left + side].numpy()
+    if short != side:
+        down, down_scale = _needed(pixels.shape[0], height, top + side)
+        right, right_scale = _needed(pixels.shape[1], width, left + side)
+        seen = torch.ops.aten._upsample_bilinear2d_aa(seen, [down, right], False, down_scale, right_scale)
+    cut: Bytes = seen.numpy()[0, :, top : top + side, left : left + side]
     return cut
+
+
+def _needed(size: int, wanted: int, seen: int) -> tuple[int, float | None]:
+    """How many pixels to make of an axis that is resized from `size` to `wanted`, where the first `seen` are used.
+
+    With the scale to give to torch. It steps by the scale's inverse, which has to be size / wanted to the last bit;
+    where no scale has that inverse, all are made. So they are where `seen` is `size`: torch would not resize at all.
+    """
+    if seen in (size, wanted):
+        return wanted, None
+    near = wanted / size
+    for scale in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)):
+        if 1 / scale == size / wanted:
+            return seen, scale
+    return wanted, None
 
 
 def make_chunk(root: str, chunk: Chunk) -> Done:
@@ -93,7 +111,7 @@ def make_chunk(root: str, chunk: Chunk) -> Done:
                 files = chunk.files[first : first + len(rows)]
                 for i, file in enumerate(files):
                     try:
-                        rows[i] = fitted(read_pixels(Path(file)), chunk.side)
+                        rows[i] = fitted(read_pixels(file), chunk.side)
                     except (DataError, MemoryError, RuntimeError) as error:
                         rows[i] = 0
                         told = isinstance(error, DataError)
