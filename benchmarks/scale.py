@@ -9,8 +9,7 @@ names (hard links): they cost little disk and lie in memory, for all contestants
 - plain: ImageFolder, a DataLoader with a worker a core, torchvision's transforms, float32, eager SGD; and, to see what
   holds it back, its loader alone and its training step alone on one batch;
 - ours: this package's engine on a packed store, its images resident on the device or streamed to it. The rate is of
-  the whole base stage (every epoch's begin and end included) once its step has been captured. At 64 pixels also
-  without our own kernels.
+  the whole base stage (every epoch's begin and end included) once its step has been captured.
 
 Rows are written as they come, so a run that is cut off leaves what it has.
 """
@@ -43,7 +42,6 @@ from incvec.data.pack import cores, pack
 from incvec.data.packed import Placement
 from incvec.engine import events as ev
 from incvec.engine.run import Run
-from incvec.nets import kernels
 from incvec.presets import resolve
 from incvec.records import environment
 
@@ -215,11 +213,6 @@ def measure(case: Case, methods: list[str], workers: int, seconds: float, place:
     for method in methods:
         for placement in PLACEMENTS:
             yield from ours(store, case, method, placement, place / f"{method}-{placement}")
-    if case.stored == case.side:  # at 224 none of the maps is small enough for them
-        kernels.enable(False)
-        for row in ours(store, case, "finetune", "resident", place / "cudnn"):
-            yield {**row, "what": "ours, resident, cuDNN alone"}
-        kernels.enable()
 
 
 def bars(rows: list[Row]) -> dict[str, float]:
@@ -231,8 +224,6 @@ def bars(rows: list[Row]) -> dict[str, float]:
         for placement in PLACEMENTS:
             if {f"ours, {placement}", "plain loop"} <= set(rates):
                 found[f"{placement} over plain loop, {side}"] = rates[f"ours, {placement}"] / rates["plain loop"]
-        if {"ours, resident", "ours, resident, cuDNN alone"} <= set(rates):
-            found[f"own kernels over cuDNN, {side}"] = rates["ours, resident"] / rates["ours, resident, cuDNN alone"]
         if {"ours, resident", "ours, streamed"} <= set(rates):
             found[f"streamed over resident, {side}"] = rates["ours, streamed"] / rates["ours, resident"]
     return {name: round(value, 3) for name, value in found.items()}

@@ -4,11 +4,11 @@
     y = kernels.stem(stem, x)
 
 cuDNN's kernels are made for hundreds of channels; CIFAR's residual networks have 16, 32 and 64. (Larger maps than
-theirs are left to cuDNN: ResNet-18's first stage, 64 channels of 32 x 32, is faster there.) In training, a block's convolutions take the statistics of their results as they go, and
-its backward products mask, sum and add the same way; a frozen teacher's block is two kernels. Weights are read in
-float32 and rounded to bfloat16 on the way into the product, and their gradients come in float32 from float32 sums, so
-that no kernel is spent on conversions. The same inputs give the same bits. Gradients can be taken once, not twice;
-what asks for more gets torch's own operators.
+theirs are left to cuDNN: ResNet-18's first stage, 64 channels of 32 x 32, is faster there.) In training, a block's
+convolutions take the statistics of their results as they go, and its backward products mask, sum and add the same
+way; a frozen teacher's block is two kernels. Weights are read in float32 and rounded to bfloat16 on the way into the
+product, and their gradients come in float32 from float32 sums, so that no kernel is spent on conversions. The same
+inputs give the same bits. Gradients can be taken once, not twice; what asks for more gets torch's own operators.
 """
 
 from __future__ import annotations
