@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -113,6 +114,12 @@ def test_another_configuration_in_the_same_folder_is_refused(done: tuple[Path, R
     assert contents(out) == before
 
 
+def test_another_method_in_the_same_folder_is_told_briefly(done: tuple[Path, Result, list[str]]) -> None:
+    told = message(incvec_("run", "--method", "finetune", "--dataset", "digits", "--out", done[0]))
+    assert "(method: 'podnet' -> 'finetune'; addons: ['ivt'] -> []; finetune: a new section; ivt: a section" in told
+    assert len(told) - len(str(done[0])) < 400
+
+
 def test_a_run_begun_at_its_own_base_is_done_too(tmp_path: Path) -> None:
     """Which base it is makes no other run of it: with or without `start`, the same command says done."""
     short = [*PODNET, "--set", "stop_after=2", "--out"]
@@ -191,9 +198,13 @@ def test_names_of_runs() -> None:
         ([], "no method was named"),
         (["--method", "podnet", "--addon", "itv"], "unknown add-on 'itv'. Did you mean 'ivt'?"),
         (["--method", "podnet", "--dataset", "cifar10"], "Did you mean 'cifar100'?"),
-        (["--method", "podnet", "--dataset", "cifar100"], "cifar100 needs a data root"),
+        (["--method", "podnet", "--dataset", "cifar100"], "Give it with --data-root DIR or the variable INCVEC_DATA."),
+        (["--method", "podnet", "--set", "image_size=32"], "image_size is for the data sets folder, packed, imagenet"),
         (["--method", "podnet", "--set", "podnet.epocs=1"], "unknown setting podnet.epocs. Did you mean 'epochs'?"),
         (["--method", "podnet", "--set", "sed=1"], "unknown setting 'sed'. Did you mean 'seed'?"),
+        (["--method", "podnet", "--set", "zzz=1"], "unknown setting 'zzz'. Known settings: addons, base_classes"),
+        (["--method", "podnet", "--set", "zzz=1"], "seed, snapshots, start,"),
+        (["--method", "podnet", "--set", "zzz=1"], "variant; and those of podnet."),
         (["--method", "podnet", "--set", "batch_size=8"], "Did you mean 'podnet.batch_size'?"),
         (["--method", "podnet", "--set", "ivt.interval=2"], "add-on is not part of this run"),
         (["--method", "podnet", "--set", "podnet.epochs=many"], "podnet.epochs = 'many' is not possible"),
@@ -239,9 +250,15 @@ def test_what_cannot_work_is_refused_in_one_message(
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    result = incvec_(*PODNET, "--out", tmp_path / "file" / "run")
-    assert result.exit_code == 1
-    assert "Not a directory" in message(result)
+    for words, what in (
+        ([*PODNET, "--out", tmp_path / "file"], "a run"),
+        ([*PODNET, "--out", tmp_path / "file" / "run"], "a run"),
+        (["sweep", "digits", "--dry-run", "--out", tmp_path / "file"], "a sweep"),
+        (["demo", "--out", tmp_path / "file"], "the demo"),
+    ):
+        result = incvec_(*words)
+        assert result.exit_code == 1
+        assert f"file is a file; {what} needs a folder. Give another one with --out." in message(result)
 
 
 # list, show, data -----------------------------------------------------------------------------------------
@@ -251,20 +268,27 @@ def test_list() -> None:
     result = incvec_("list", "--json")
     assert result.exit_code == 0
     catalogue = json.loads(result.stdout)
-    assert list(catalogue) == ["methods", "addons", "datasets", "presets"]
-    for entries in catalogue.values():
-        assert all(entry["name"] and entry["summary"] and entry["paper"] for entry in entries)
+    assert list(catalogue) == ["methods", "addons", "datasets", "presets", "nets", "sweeps"]
+    for kind, entries in catalogue.items():
+        assert all(entry["name"] and entry["summary"] for entry in entries)
+        assert kind in ("nets", "sweeps") or all(entry["paper"] for entry in entries)
     names = {kind: [entry["name"] for entry in entries] for kind, entries in catalogue.items()}
     assert {"finetune", "podnet"} <= set(names["methods"])
     assert "ivt" in names["addons"]
     assert {"cifar100", "digits", "folder"} <= set(names["datasets"])
     assert {"podnet-cifar100", "ivt-digits"} <= set(names["presets"])
+    assert {"resnet32-rebuffi", "tiny", "clip"} <= set(names["nets"])
+    assert {"digits", "cifar100-podnet"} <= set(names["sweeps"])
 
     assert list(json.loads(incvec_("list", "addons", "--json").stdout)) == ["addons"]
     text = incvec_("list").stdout
     assert all(name in text for kind in names.values() for name in kind)
     assert "https://arxiv.org/abs/2004.13513" in text
     assert incvec_("list", "method").exit_code == 2
+    lines = incvec_("list", "presets").stdout.splitlines()
+    below = {line.split()[0]: after.strip() for line, after in itertools.pairwise(lines) if line.strip()}
+    assert below["ewc-cifar100-pycil"] == "--variant pycil"
+    assert "--variant" not in below["ewc-digits"] + below["ivt-digits-pretrained"]
 
 
 def write_record(folder: Path, la: float, *addons: str, oracle: bool = False) -> None:
@@ -333,6 +357,13 @@ def test_data_check(tmp_path: Path) -> None:
     result = incvec_("data", "check", tmp_path)
     assert result.exit_code == 1
     assert "1.png" in message(result)
+    (tmp_path / "empty").mkdir()
+    for told in (
+        incvec_("data", "check", "--help").stdout,
+        message(incvec_("data", "check", tmp_path / "empty")),
+        message(incvec_("data", "check", tmp_path / "absent")),
+    ):
+        assert "fgvc-aircraft-2013b/" in told
 
 
 # progress -------------------------------------------------------------------------------------------------
@@ -428,6 +459,7 @@ def test_version_and_help() -> None:
     assert "addons: [ivt]" in text
     for option in ("--oracle", "--set", "--no-share", "--data-root", "incvec run --method podnet --addon ivt"):
         assert option in text
+    assert "`incvec list presets`" in text
 
 
 @pytest.mark.parametrize("installed", [True, False])

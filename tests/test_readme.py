@@ -70,6 +70,13 @@ def fences() -> Iterator[Fence]:
 FENCES = list(fences())
 
 
+def test_the_adapters_are_where_the_readme_says() -> None:
+    named = re.findall(r"`(incvec\.ivt\.adapters[\w.]*)`", (ROOT / "README.md").read_text())
+    assert named
+    for name in named:
+        assert "class IVTCallback" in (ROOT / "src" / f"{name.replace('.', '/')}.py").read_text()
+
+
 @dataclass(frozen=True)
 class Shown:
     """A command line, and where it stands."""

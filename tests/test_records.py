@@ -1,13 +1,16 @@
-"""What a record says of where it was made."""
+"""What a record says of where it was made, and what is no record."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from incvec import records
+from incvec.errors import DataError
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -52,3 +55,25 @@ def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert records.commit() is None
     monkeypatch.setenv("INCVEC_COMMIT", "abc123")
     assert records.commit() == "abc123"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": None}, "is not a record: config is None, expected a dict"),
+        ({"addons": 3}, "is not a record: addons is 3, expected a list"),
+        ({"metrics": {"AA": 90.0, "LA": None}}, "its metrics have None for LA, a number was expected"),
+        ({"format": 99}, "is a record of format 99, this version of incvec reads 1"),
+    ],
+)
+def test_a_record_with_parts_of_another_kind_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    good = {
+        "format": 1, "method": "finetune", "addons": [], "dataset": "digits", "tasks": 5, "oracle": False, "seed": 0,
+        "accuracy": [[90.0]], "test_counts": [50], "metrics": {"AA": 90.0, "LA": 90.0}, "config": {},
+    }  # fmt: skip
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(good))
+    assert records.read_record(tmp_path) == good
+    file.write_text(json.dumps(good | change))
+    with pytest.raises(DataError, match=message):
+        records.read_record(tmp_path)

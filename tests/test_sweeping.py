@@ -178,6 +178,15 @@ def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(content | {"check": {"wihtin": 3}}))
     with pytest.raises(ConfigError, match="takes of, metric, expected, within"):
         sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
+    for change, message in [
+        ({"of": 3}, "`of` of the check is 3; expected settings"),
+        ({"metric": "AL"}, "`metric` of the check is 'AL'. .*Expected one of AA, LA, FM"),
+        ({"expected": "abc"}, "`expected` of the check is 'abc'; expected a number"),
+        ({"within": True}, "`within` of the check is True; expected a number"),
+    ]:
+        file.write_text(yaml.safe_dump(content | {"check": content["check"] | change}))
+        with pytest.raises(ConfigError, match=message):
+            sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
     with pytest.raises(ConfigError, match="has FM None"):
         Check({}, "FM", 1.0, 1.0).judge({"method": "zeroshot", "metrics": {"FM": None}})
 

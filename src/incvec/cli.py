@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,12 +30,14 @@ from incvec.engine.events import Event
 from incvec.engine.ranks import is_left, prints, several, start
 from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
-from incvec.errors import ConfigError, DataError, IncvecError
+from incvec.errors import ConfigError, IncvecError, check_out
 from incvec.lab.commands import app as lab_app
 from incvec.methods import METHODS, find_method
-from incvec.presets import presets, resolve, run_name
+from incvec.nets import backbones
+from incvec.nets.dual import DUALS
+from incvec.presets import presets, resolve, run_name, sweeps
 from incvec.progress import follow
-from incvec.records import find_records, read_record
+from incvec.records import read_record, readable
 from incvec.report import commands as report_commands
 from incvec.report import tables, tensorboard
 
@@ -145,7 +147,8 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Training seed.", show_default="0")] = None,
     oracle: Annotated[bool, typer.Option("--oracle", help="Train on the full past in place of the memory.")] = False,
     variant: Annotated[
-        str | None, typer.Option(help="Which preset: the paper's, or the authors'.", show_default="paper")
+        str | None,
+        typer.Option(help="Which preset, such as authors; `incvec list presets` names them.", show_default="paper"),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A YAML file with any of the settings.", show_default=False)
@@ -195,6 +198,7 @@ def run(
         assign(tree, setting)
     resolved = resolve_tree(tree)
     folder = out if out is not None else Path("runs") / run_name(resolved)
+    check_out(folder, "a run")
     console = Console(quiet=not prints())
     record = finished(resolved, folder)
     if record is not None:
@@ -281,6 +285,7 @@ def sweep(
     """
     if several():
         raise ConfigError("a sweep turns its runs in one process; give torchrun a single `incvec run`.")
+    check_out(out, "a sweep")
     failed = sweeping.sweep(name, out, data_root, settings or [], at_once, only, Console(), dry_run)
     if failed:
         raise typer.Exit(1)
@@ -294,6 +299,8 @@ class Kind(StrEnum):
     addons = "addons"
     datasets = "datasets"
     presets = "presets"
+    nets = "nets"
+    sweeps = "sweeps"
 
 
 @app.command("list", epilog="[bold]Examples[/bold]\n\nincvec list\n\nincvec list methods --json")
@@ -303,7 +310,7 @@ def list_(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
-    """Say which methods, add-ons, data sets and presets there are."""
+    """Say which methods, add-ons, data sets, presets, networks and sweeps there are."""
     catalogue = {name: entries for name, entries in everything().items() if kind is None or name == kind}
     if as_json:
         typer.echo(json.dumps(catalogue, indent=1, ensure_ascii=False))
@@ -314,14 +321,23 @@ def list_(
         width = max(len(entry["name"]) for entry in entries)
         for entry in entries:
             line = Text("  ").append(entry["name"].ljust(width), "cyan").append(f"  {entry['summary']}")
-            if heading != Kind.presets:  # theirs are those of their methods and add-ons, told above
-                line.append(f"\n{' ' * (width + 4)}{entry['paper']}", "dim")
+            if below := line_below(entry):
+                line.append(f"\n{' ' * (width + 4)}{below}", "dim")
             console.print(line, soft_wrap=True)
         console.print()
 
 
+def line_below(entry: dict[str, str]) -> str:
+    """Of a preset, whose paper is its component's, what chooses it beside method and data set; of others the paper."""
+    variant = entry.get("variant")
+    if variant is None:
+        return entry.get("paper", "")
+    by_itself = {"paper": "", "pretrained": "taken by itself with models that start pre-trained"}
+    return by_itself.get(variant, f"--variant {variant}")
+
+
 def everything() -> dict[str, list[dict[str, str]]]:
-    """Name, summary and paper of all there is."""
+    """Name and summary of all there is, and its paper where there is one."""
     components = {name: find_method(name) for name in METHODS} | {name: find_addon(name) for name in ADDONS}
 
     def entry(name: str, component: str) -> dict[str, str]:
@@ -335,6 +351,10 @@ def everything() -> dict[str, list[dict[str, str]]]:
             {"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()
         ],
         "presets": [{**row, **entry(row["name"], row["component"])} for row in presets()],
+        "nets": [{"name": name, "summary": summary} for name, summary in {**backbones(), **DUALS}.items()],
+        "sweeps": [
+            {"name": name, "summary": yaml.load(file.read_text(), Loader)["summary"]} for name, file in sweeps().items()
+        ],
     }
 
 
@@ -353,7 +373,7 @@ def show(
     """
     if markdown and as_json:
         raise ConfigError("--markdown and --json contradict each other; give one of them.")
-    files = readable(record)
+    files = readable(record, complain)
     rows = tables.rows([read_record(file) for file in files], [str(file) for file in files])
     if as_json:
         typer.echo(json.dumps(tables.plain_data(rows), indent=1, ensure_ascii=False))
@@ -363,30 +383,16 @@ def show(
         Console().print(tables.rich_table(rows))
 
 
-def readable(paths: Sequence[Path]) -> list[Path]:
-    """The records at or below the paths. A broken one named outright is an error, one met in a folder a warning."""
-    found = find_records(paths)
-    broken = {file for path in paths if path.is_dir() for file in path.rglob("record.json")} - set(found)
-    for file in sorted(broken):
-        try:
-            read_record(file)
-        except DataError as error:
-            if not found:
-                raise
-            complain(f"left out: {error}")
-    if not found:
-        raise DataError(f"no record lies in {', '.join(map(str, paths))}; `incvec run` writes one.")
-    return found
-
-
 # data, demo -----------------------------------------------------------------------------------------------
 
 
 @data_app.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")
 def data_check(
-    folder: Annotated[Path, typer.Argument(help="A folder with cifar-100-python/, with class folders, or a store.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A folder with cifar-100-python/, fgvc-aircraft-2013b/ or class folders, or a store.")
+    ],
 ) -> None:
-    """Verify a data set: checksums of CIFAR-100 or of a packed store, every image of a folder of class folders."""
+    """Verify a data set: checksums of CIFAR-100 or a packed store, every image of FGVC-Aircraft or class folders."""
     meter = packing.Meter(Console(stderr=True), "checking")
     try:
         lines = check(folder, meter)
@@ -406,4 +412,5 @@ def demo(
     Prints their table and draws one picture: accuracy over the tasks, and accuracy on the first task along
     the straight line from its model to the last one.
     """
+    check_out(out, "the demo")
     run_demo(out, seed, Console())

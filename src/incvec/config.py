@@ -66,7 +66,7 @@ class RunConfig(BaseModel):
     order_seed: int | None = Field(1993, ge=0, description="class order seed; none: the data set's own order")
     class_order: Ints | None = Field(None, description="the classes as they come, in place of a seed's order")
     oracle: bool = Field(False, description="the full past in place of the memory")
-    variant: str = Field("paper", description="which preset of the method: paper, authors")
+    variant: str = Field("paper", description="which preset of the method; `incvec list presets` names them")
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     engine: Literal["auto", "eager", "graph"] = "auto"
@@ -159,12 +159,19 @@ def assign(tree: dict[str, Any], setting: str) -> None:
 
 
 def differences(given: Mapping[str, Any], saved: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """`key: saved -> given` for every setting that two resolved configurations do not share."""
+    """`key: saved -> given` for every setting that two resolved configurations do not share.
+
+    Method and add-ons come first; a section that only one of the two has is named, not spelled out.
+    """
     rows: list[str] = []
-    for key in sorted({*given, *saved}):
+    for key in sorted({*given, *saved}, key=lambda key: (key != "method", key != "addons", key)):
         a, b = saved.get(key, "absent"), given.get(key, "absent")
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             rows += differences(b, a, f"{prefix}{key}.")
+        elif key not in saved and isinstance(b, Mapping):
+            rows.append(f"{prefix}{key}: a new section")
+        elif key not in given and isinstance(a, Mapping):
+            rows.append(f"{prefix}{key}: a section that is gone")
         elif a != b:
             rows.append(f"{prefix}{key}: {a!r} -> {b!r}")
     return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class IncvecError(Exception):
@@ -36,6 +37,18 @@ class TrainingError(IncvecError):
 
 class DeviceFull(TrainingError):
     """A device whose memory does not suffice; with fewer runs beside it, it might."""
+
+
+def no_root(name: str, what: str) -> DataError:
+    """What to say where a data set is asked for without a place."""
+    return DataError(f"{name} needs a data root: {what}. Give it with --data-root DIR or the variable INCVEC_DATA.")
+
+
+def check_out(out: Path, what: str, option: str = "--out") -> None:
+    """Refuse a file where a folder is to be written, or above it."""
+    for path in (out, *out.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file; {what} needs a folder. Give another one with {option}.")
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ import torch
 from incvec.errors import DataError
 
 FORMAT = 1
-REQUIRED = ("method", "addons", "dataset", "tasks", "oracle", "seed", "accuracy", "test_counts", "metrics")
+REQUIRED: dict[str, type] = {
+    "method": str, "addons": list, "dataset": str, "tasks": int, "oracle": bool, "seed": int, "accuracy": list,
+    "test_counts": list, "metrics": dict,
+}  # fmt: skip
+OPTIONAL: dict[str, type] = {"config": dict, "base": dict}  # early ones lack some
 
 
 def commit() -> str | None:
@@ -79,6 +83,18 @@ def read_record(path: Path) -> dict[str, Any]:
     missing = [key for key in REQUIRED if key not in record]
     if missing:
         raise DataError(f"{path} is not a record: it lacks {', '.join(missing)}.")
+    for key, kind in (REQUIRED | OPTIONAL).items():
+        if key in record and not isinstance(record[key], kind):
+            raise DataError(f"{path} is not a record: {key} is {record[key]!r}, expected a {kind.__name__}.")
+    for name in ("AA", "LA"):
+        value = record["metrics"].get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
+    if record.get("format", FORMAT) != FORMAT:
+        raise DataError(
+            f"{path} is a record of format {record['format']!r}, this version of incvec reads {FORMAT}: take the "
+            "version that wrote it, or a newer one."
+        )
     return record
 
 
@@ -93,6 +109,22 @@ def find_records(paths: Iterable[Path]) -> list[Path]:
         else:
             raise DataError(f"{path} does not exist; give a record.json, or a folder that holds some.")
     return sorted(found)
+
+
+def readable(paths: Sequence[Path], tell: Callable[[str], None]) -> list[Path]:
+    """The records at or below the paths. A broken one named outright is an error, one met in a folder is told of."""
+    found = find_records(paths)
+    broken = {file for path in paths if path.is_dir() for file in path.rglob("record.json")} - set(found)
+    for file in sorted(broken):
+        try:
+            read_record(file)
+        except DataError as error:
+            if not found:
+                raise
+            tell(f"left out: {error}")
+    if not found:
+        raise DataError(f"no record lies in {', '.join(map(str, paths))}; `incvec run` writes one.")
+    return found
 
 
 def _looks_like_record(path: Path) -> bool:

@@ -28,6 +28,7 @@ from incvec.engine.trouble import explained
 from incvec.errors import Busy, ConfigError, IncvecError, nearest
 from incvec.methods import METHODS
 from incvec.presets import changed_settings, resolve, run_name, sweeps
+from incvec.report.compare import yaml_value
 from incvec.report.tables import duration
 
 QUIET = 10.0  # seconds between two accounts where there is no terminal
@@ -167,7 +168,8 @@ def sweep(
             say(console, f"first  {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}")
         for folder, config in planned:
             state = "done" if (out / folder / "record.json").exists() else "to do"
-            changes = "".join(f" {key}={value}" for key, value in changed_settings(config.resolved()).items())
+            changed = changed_settings(config.resolved())
+            changes = "".join(f" {key}={yaml_value(value)}" for key, value in changed.items())
             say(console, f"{state:6} {folder}  (device {config.device}, engine {config.engine}){changes}")
         return 0
     device = pick_device(planned[0][1].device)

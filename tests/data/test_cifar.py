@@ -169,7 +169,7 @@ def test_a_failed_download_says_so(tmp_path, monkeypatch):
 def test_root_and_options_are_checked(tmp_path):
     with pytest.raises(DataError, match="data root"):
         datasets.load_dataset("cifar100")
-    with pytest.raises(ConfigError, match="size is for the data set 'folder'"):
+    with pytest.raises(ConfigError, match="image_size is for the data sets folder, packed"):
         datasets.load_dataset("cifar100", tmp_path, size=64)
 
 

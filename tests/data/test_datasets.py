@@ -52,8 +52,18 @@ def test_unknown_names_are_answered_with_the_nearest():
         datasets.load_dataset("cifar10O")
     with pytest.raises(ConfigError, match="Did you mean 'default'"):
         datasets.load_dataset("digits").normalisation("defualt")
+    with pytest.raises(ConfigError, match="image_size is for the data sets folder, packed, imagenet-subset"):
+        datasets.load_dataset("digits", size=32)
+    with pytest.raises(ConfigError, match="test_every is for the data set 'folder'"):
+        datasets.load_dataset("digits", test_every=3)
     with pytest.raises(ConfigError, match="never downloaded"):
         datasets.load_dataset("digits", download=True)
+
+
+@pytest.mark.parametrize("name", ["aircraft", "cifar100", "folder", "imagenet-subset", "packed"])
+def test_without_a_data_root_it_is_told_how_to_give_one(name):
+    with pytest.raises(DataError, match=r"needs a data root: .* --data-root DIR or the variable INCVEC_DATA"):
+        datasets.load_dataset(name)
 
 
 def test_nearest():

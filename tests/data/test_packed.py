@@ -129,11 +129,14 @@ def test_a_folder_that_is_no_store_is_told_how_to_become_one(source, tmp_path):
         open_store(tmp_path / "nowhere")
 
 
-def test_named_data_sets_want_their_own_classes(store):
-    with pytest.raises(DataError, match="holds 3 classes, 'imagenet' has 1000"):
+def test_named_data_sets_want_their_own_classes(source, store):
+    with pytest.raises(DataError, match=r"holds 3 classes, 'imagenet' has 1000\. .*incvec data pack IMAGES STORE"):
         load_dataset("imagenet", store)
-    with pytest.raises(DataError, match="lacks 100 of the 100 classes of 'imagenet-subset'"):
+    remedy = r"\. Give a data root that holds {0}, or make its store, once: incvec data pack .* --classes {0}"
+    with pytest.raises(DataError, match="lacks 100 of .* 'imagenet-subset'.*" + remedy.format("imagenet-subset")):
         load_dataset("imagenet-subset", store)
+    with pytest.raises(DataError, match=r"100 of the 100 classes .*, \.\.\.\)" + remedy.format("tiny-imagenet-100")):
+        load_dataset("tiny-imagenet-100", source)
     with pytest.raises(ConfigError, match="has all its classes"):
         load_dataset("imagenet", store, class_list="cmc")
     with pytest.raises(ConfigError, match="for packed stores"):

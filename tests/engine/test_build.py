@@ -68,6 +68,11 @@ def test_stop_after_is_the_beginning_of_the_whole_stream(
         same_weights(*(run.snapshot_path(task) for run in runs))
 
 
+def test_a_stream_cannot_stop_after_more_tasks_than_it_has(few: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"stop_after=9: the stream has \d tasks. Give one of 1 to \d"):
+        finish(make_run(few, tmp_path, quick("finetune", stop_after=9)))
+
+
 def test_the_code_version_is_of_all_that_the_base_tasks_fisher_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = Path.read_bytes

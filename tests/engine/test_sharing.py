@@ -139,6 +139,8 @@ def test_beginning_at_a_snapshot_in_ones_own_folder(few: Dataset, tmp_path: Path
         ({"addons": ["ivt"]}, "had no add-on ivt"),
         ({"podnet": {"net": "small"}}, "podnet with small"),
         ({"stop_after": 1}, "it is of task 2, this run ends after task 1"),
+        ({"stop_after": 2}, "it is of task 2, this run ends after task 2, so nothing is left to train"),
+        ({"base_classes": 4, "tasks": 2}, r"its tasks so far have \[2, 2\] classes, this run's \[4, 1\]"),
     ],
 )
 def test_a_snapshot_of_another_past_is_refused(
@@ -159,6 +161,16 @@ def test_a_beginning_that_cannot_be_read(content: bytes | None, message: str, fe
         file.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"{message}.*RUN/snapshots/task-NN"):
         finish(make_run(few, tmp_path / "run", quick("podnet", start=str(file))))
+
+
+def test_a_snapshot_is_no_checkpoint(few: Dataset, tmp_path: Path) -> None:
+    """Gone on from, it would leave a folder without the snapshots before it."""
+    run = make_run(few, tmp_path / "run", quick("finetune"))
+    finish(run)
+    run.record_path.unlink()
+    run.checkpoint_path.write_bytes(run.snapshot_path(1).read_bytes())
+    with pytest.raises(CheckpointError, match="is no checkpoint but a snapshot; move it away"):
+        finish(make_run(few, tmp_path / "run", quick("finetune")))
 
 
 def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:

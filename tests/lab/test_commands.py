@@ -100,6 +100,15 @@ def test_gap(runs: Finished, tmp_path: Path) -> None:
     assert [run["name"] for run in written(tmp_path, "gap")["runs"]] == ["PODNet", "PODNet + IVT", "PODNet oracle"]
 
 
+def test_gap_tells_of_a_damaged_record(runs: Finished, tmp_path: Path) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "record.json").write_text('{"method": "podnet"}')
+    shown = call("gap", runs.plain, runs.oracle, tmp_path, "-o", tmp_path / "fig[red]x")
+    assert f"left out: {tmp_path / 'bad' / 'record.json'} is not a record" in shown
+    assert "fig[red]x/gap.json" in shown  # no markup
+    assert "is not a record" in refused("gap", tmp_path / "bad", "-o", tmp_path)
+
+
 def test_curvature(runs: Finished, tmp_path: Path) -> None:
     shown = call("curvature", runs.ivt, "--points", 3, "--images", 30, "-o", tmp_path)
     assert "mean S" in shown
@@ -121,6 +130,31 @@ def test_all_of_them_and_drawn_again_without_the_runs(runs: Finished, tmp_path: 
             name = f"few-{kind}.{end}"
             assert name in shown
             assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_all_recalibrated_has_one_path(runs: Finished, tmp_path: Path) -> None:
+    given = ("--points", 2, "--size", 2, "--images", 10, "-o", tmp_path, "--batchnorm", "recalibrate")
+    call("all", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, *given)
+    assert written(tmp_path, "path")["batchnorm"] == "recalibrate"
+    assert not (tmp_path / "recalibrated-path.json").exists()
+
+
+def test_a_file_in_the_way(runs: Finished, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for words in (["path", runs.plain, "--points", 2, "--images", 5], ["gap", runs.plain], ["draw", tmp_path]):
+        told = refused(*words, "-o", tmp_path / "file")
+        assert "file is a file; a figure needs a folder. Give another one with -o." in told
+
+
+def test_a_damaged_snapshot_is_to_be_trained_again(runs: Finished, tmp_path: Path) -> None:
+    whole = (runs.plain / "snapshots" / "task-00.safetensors").read_bytes()
+    (tmp_path / "run" / "snapshots").mkdir(parents=True)
+    file = tmp_path / "run" / "snapshots" / "task-00.safetensors"
+    for damaged in (whole[:100], whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(damaged)
+        told = refused("path", tmp_path / "run")
+        assert f"move {tmp_path / 'run'} away, and train it again" in told
+        assert "start anew" not in told
 
 
 def test_drawing_what_is_no_finding(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from incvec import cli
-from incvec.errors import DataError
+from incvec.errors import ConfigError, DataError
 from incvec.presets import changed_settings
 from incvec.records import find_records
 from incvec.report import charts, contents, document, figures, labs, reproduced, sheet, style
@@ -497,11 +497,11 @@ def broken(**changes: Any) -> dict[str, Any]:
     [
         (broken(metrics={**sample()["metrics"], "LA": 99.0}), "was altered: LA is 99.0, the matrix gives"),
         (broken(metrics={**sample()["metrics"], "FM": None}), "was altered: FM is None"),
-        (broken(metrics={"AA": 1.0}), "broken record: no 'LA'"),
+        (broken(metrics={"AA": 1.0}), "its metrics have None for LA"),
         (broken(metrics={**sample()["metrics"], "a": [1.0]}), "broken record"),
         (broken(accuracy=[[80.0], [70.0, 120.0]]), "broken record: "),
-        (broken(accuracy="none"), "broken record: "),
-        (broken(config=None), "lacks config"),
+        (broken(accuracy="none"), "accuracy is 'none', expected a list"),
+        (broken(config=None), "config is None, expected a dict"),
         (broken(environment=None), "lacks environment"),
         ({key: value for key, value in sample().items() if key != "accuracy"}, "lacks accuracy"),
     ],
@@ -541,8 +541,14 @@ def test_two_outcomes_of_one_run(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(DataError, match="is a file"):
+    with pytest.raises(ConfigError, match="is a file; a report needs a folder"):
         list(document.write(entries_of({"a": sample()}), tmp_path / "out"))
+
+
+def test_a_folder_with_brackets_is_told_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path / "runs", {"a": sample()})
+    result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "runs"), "-o", str(tmp_path / "fig[red]x")])
+    assert "fig[red]x/report.html" in result.output
 
 
 # Looks ------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import numpy as np
 
 from incvec.data.dataset import Dataset
 from incvec.data.folder import EXTENSIONS, IMAGENET, _decode, _each, open_image
-from incvec.errors import DataError
+from incvec.errors import DataError, no_root
 
 FOLDER = "fgvc-aircraft-2013b"
 URL = "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz"
@@ -32,7 +32,7 @@ Files = tuple[tuple[Path, int], ...]
 def locate(root: str | Path | None) -> Path:
     """The folder data/, whether ROOT holds fgvc-aircraft-2013b/, is it, or is data/ itself."""
     if root is None:
-        raise DataError(f"aircraft needs a data root: the folder that holds {FOLDER}/")
+        raise no_root("aircraft", f"the folder that holds {FOLDER}/")
     path = Path(root).expanduser()
     for candidate in (path / FOLDER / "data", path / "data", path):
         if (candidate / "variants.txt").is_file():

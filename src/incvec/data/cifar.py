@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from incvec.data.dataset import Dataset
-from incvec.errors import DataError
+from incvec.errors import DataError, no_root
 
 FOLDER = "cifar-100-python"
 URL = "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"
@@ -60,7 +60,7 @@ def _new_array(kind: type[np.ndarray[Any, Any]], shape: tuple[int, ...], dtype: 
 def locate(root: str | Path | None) -> Path:
     """The folder with the files, whether ROOT holds it or is it."""
     if root is None:
-        raise DataError(f"cifar100 needs a data root: the folder that holds, or shall hold, {FOLDER}/")
+        raise no_root("cifar100", f"the folder that holds, or shall hold, {FOLDER}/")
     path = Path(root).expanduser()
     return path if path.name == FOLDER and not (path / FOLDER).is_dir() else path / FOLDER
 

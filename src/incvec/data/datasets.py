@@ -95,7 +95,10 @@ def load_dataset(
         return stores.load(name, root, class_list, size, placement)
     if class_list is not None or placement is not None:
         raise ConfigError(f"class_list and placement are for packed stores; {name!r} has no such option")
-    options = {"size": size, "test_every": test_every, "test_folder": test_folder}
+    if size is not None and name != "folder":
+        able = ", ".join(["folder", "packed", *stores.NAMED])
+        raise ConfigError(f"image_size is for the data sets {able}; the images of {name!r} stay as they are")
+    options = {"test_every": test_every, "test_folder": test_folder}
     given = [option for option, value in options.items() if value is not None]
     if given and name != "folder":
         raise ConfigError(f"{', '.join(given)} is for the data set 'folder'; {name!r} has no such option")
@@ -116,10 +119,14 @@ def load_dataset(
 
 
 def check(root: str | Path, progress: packed.Progress | None = None) -> list[str]:
-    """Verify what lies in `root`, CIFAR-100, a packed store or class folders: a report in lines or a `DataError`."""
+    """Verify what lies in `root`, CIFAR-100, FGVC-Aircraft, a packed store or class folders.
+
+    Returns a report in lines or raises a `DataError`.
+    """
     path = Path(root).expanduser()
+    holds = f"{cifar.FOLDER}/, {aircraft.FOLDER}/, a packed store, train/ and test/ (or val/), or one folder a class"
     if not path.is_dir():
-        raise DataError(f"{folder.no_folder(path)}. Give a folder that holds {cifar.FOLDER}/ or one folder a class.")
+        raise DataError(f"{folder.no_folder(path)}. Give a folder that holds {holds}.")
     if packed.is_store(path):
         return packed.check(path, progress)
     if path.name == aircraft.FOLDER or (path / aircraft.FOLDER).is_dir():
@@ -127,7 +134,5 @@ def check(root: str | Path, progress: packed.Progress | None = None) -> list[str
     if path.name == cifar.FOLDER or (path / cifar.FOLDER).is_dir():
         return cifar.check(path)
     if not any(entry.is_dir() for entry in path.iterdir()):
-        raise DataError(
-            f"{path} holds no data set: expected {cifar.FOLDER}/, or train/ and test/ (or val/), or one folder a class"
-        )
+        raise DataError(f"{path} holds no data set: expected {holds}")
     return folder.check(list_images(path).listing, progress)

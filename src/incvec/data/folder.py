@@ -29,7 +29,7 @@ from torch import Tensor
 from incvec.data.class_lists import ClassList
 from incvec.data.dataset import Dataset
 from incvec.data.packed import Progress, is_store
-from incvec.errors import ConfigError, DataError
+from incvec.errors import ConfigError, DataError, no_root
 
 T = TypeVar("T")
 EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
@@ -71,7 +71,7 @@ def list_files(
 ) -> Listing:
     """The image files of class folders; of the `chosen` classes only, where a list is given."""
     if root is None:
-        raise DataError("a folder data set needs a data root: a folder of class folders")
+        raise no_root("a folder data set", "a folder of class folders")
     path = Path(root).expanduser()
     if not path.is_dir():
         raise DataError(f"{no_folder(path)}; expected train/ and test/ (or val/), or one folder a class")
@@ -172,8 +172,8 @@ def class_files(folder: Path, chosen: ClassList | None = None) -> tuple[dict[str
         if missing:
             asked = chosen.name.partition("@")[0]  # without the digest
             raise DataError(
-                f"{len(missing)} of the {len(chosen.classes)} classes of {asked} are not in {folder}: "
-                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+                f"{len(missing)} of the {len(chosen.classes)} classes of {asked} are not in {folder} "
+                f"({', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''})"
             )
         names = chosen.classes
     if len(names) < 2:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from incvec.data.class_lists import WNID, ClassList
 from incvec.data.folder import Listing, class_files, folders_in, is_folder, is_hidden, is_image, list_files, no_folder
-from incvec.errors import ConfigError, DataError, nearest
+from incvec.errors import ConfigError, DataError, nearest, no_root
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
 DEVKIT = "ILSVRC2012_validation_ground_truth.txt"
@@ -56,7 +56,7 @@ def list_images(
 ) -> Layout:
     """The image files of a data set with their labels; of the `chosen` classes only, where a list is given."""
     if root is None:
-        raise DataError("this data set needs a data root: the folder its images lie in")
+        raise no_root("this data set", "the folder its images lie in")
     path = Path(root).expanduser()
     if not path.is_dir():
         raise DataError(f"{no_folder(path)}; expected train/ and val/, or one folder a class")

@@ -17,7 +17,7 @@ from incvec.data.folder import IMAGENET, decode_listing
 from incvec.data.layouts import list_images
 from incvec.data.packed import Placement, Store, is_store, open_store
 from incvec.data.resize import CENTRE
-from incvec.errors import ConfigError, DataError
+from incvec.errors import ConfigError, DataError, no_root
 
 LARGE = 128  # sides from here on are cut out and resized, smaller ones padded and cropped
 
@@ -49,19 +49,20 @@ def load(
     Tiny-ImageNet may lie there as files too: they are small enough to be decoded every time.
     """
     if root is None:
-        raise DataError(f"{name!r} needs a data root: the packed store, made by `incvec data pack SRC DST`")
+        raise no_root(repr(name), "the packed store, made by `incvec data pack SRC DST`")
     path = Path(root).expanduser()
     if class_list is not None and name in NAMED and NAMED[name].class_list is None:
         raise ConfigError(f"{name!r} has all its classes; a class list is for 'imagenet-subset' or 'packed'")
     wanted = class_list or (NAMED[name].class_list if name in NAMED else None)
     chosen = find_class_list(wanted) if wanted is not None else None
+    remedy = f"Give a data root that holds {name}, or make its store, once: {_command(name, wanted, 'IMAGES')}"
     inner = path / name
     path = inner if is_store(inner) and not is_store(path) else path
     if not is_store(path):
         if name == "tiny-imagenet-100" and path.is_dir():
             if image_size not in (None, NAMED[name].size):
                 raise ConfigError(f"image_size is {image_size}: Tiny-ImageNet's images are 64 x 64")
-            return _decoded(name, path, chosen)
+            return _decoded(name, path, chosen, remedy)
         if not path.exists():
             raise DataError(
                 f"{path} does not exist. Expected a packed store as the data root; make one of the images, once: "
@@ -71,7 +72,7 @@ def load(
         raise DataError(
             f"{path} is not a packed store. Make one of the images, once: {command}; then give STORE as the data root."
         )
-    dataset = _from_store(name, path, chosen, image_size, placement)
+    dataset = _from_store(name, path, chosen, image_size, placement, remedy)
     stored = dataset.about["side"]
     if name in NAMED and image_size is None and stored != NAMED[name].size:
         raise DataError(
@@ -89,18 +90,18 @@ def _command(name: str, class_list: str | None, source: str) -> str:
 
 
 def _from_store(
-    name: str, path: Path, chosen: ClassList | None, image_size: int | None, placement: Placement | None
+    name: str, path: Path, chosen: ClassList | None, image_size: int | None, placement: Placement | None, remedy: str
 ) -> Dataset:
     store = open_store(path)
     parts: dict[str, Any] = {}
     for part in ("train", "test"):
         images, labels = store.images(part, placement)
         if chosen is not None and chosen.classes != store.classes:
-            images, labels = _chosen(images, labels, store.classes, chosen, path)
+            images, labels = _chosen(images, labels, store.classes, chosen, path, remedy)
         parts[f"{part}_images"], parts[f"{part}_labels"] = images, labels
     classes = store.classes if chosen is None else chosen.classes
     if name in NAMED and chosen is None and len(classes) != NAMED[name].classes:
-        raise DataError(f"{path} holds {len(classes)} classes, {name!r} has {NAMED[name].classes}: give its own store")
+        raise DataError(f"{path} holds {len(classes)} classes, {name!r} has {NAMED[name].classes}. {remedy}")
     side = _side(store.side, image_size)
     fingerprint = store.fingerprint
     if classes != store.classes:
@@ -133,12 +134,14 @@ def _left_out(store: Store, classes: tuple[str, ...]) -> int:
     return sum(by_class.get(name, 0) for name in classes)
 
 
-def _chosen(images: Any, labels: torch.Tensor, have: tuple[str, ...], chosen: ClassList, path: Path) -> Any:
+def _chosen(
+    images: Any, labels: torch.Tensor, have: tuple[str, ...], chosen: ClassList, path: Path, remedy: str
+) -> Any:
     missing = sorted(set(chosen.classes) - set(have))
     if missing:
         raise DataError(
-            f"{path} lacks {len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r}: "
-            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
+            f"{path} lacks {len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} "
+            f"({', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}). {remedy}"
         )
     number = {name: label for label, name in enumerate(chosen.classes)}
     table = torch.tensor([number.get(name, -1) for name in have])
@@ -159,8 +162,11 @@ def _side(stored: int, image_size: int | None) -> int | None:
     return side
 
 
-def _decoded(name: str, path: Path, chosen: ClassList | None) -> Dataset:
-    layout = list_images(path, chosen=chosen)
+def _decoded(name: str, path: Path, chosen: ClassList | None, remedy: str) -> Dataset:
+    try:
+        layout = list_images(path, chosen=chosen)
+    except DataError as error:
+        raise DataError(f"{str(error).rstrip('.')}. {remedy}") from None
     dataset = decode_listing(layout.listing, NAMED[name].size)
     about = {
         "layout": layout.name, "split": layout.listing.rule, "class_list": layout.class_list, "left_out": 0,

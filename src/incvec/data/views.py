@@ -49,12 +49,6 @@ def flip(images: Tensor, generator: Generator) -> Tensor:
     return torch.where(_coin(images, 0.5, generator)[:, None, None, None], images.flip(-1), images)
 
 
-def crop_and_flip(images: Tensor, pad: int, generator: Generator) -> Tensor:
-    """`crop` and then `flip`, from the same draws, as one gather."""
-    top, left = _offsets(images, pad, generator)
-    return window(images, top, left, _coin(images, 0.5, generator))
-
-
 def _offsets(images: Tensor, pad: int, generator: Generator) -> tuple[Tensor, Tensor]:
     offsets = torch.randint(-pad, pad + 1, (2, len(images)), generator=generator, device=images.device)
     return offsets[0], offsets[1]

@@ -120,6 +120,11 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
     tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
+    if config.stop_after is not None and config.stop_after > len(tasks):
+        raise ConfigError(
+            f"stop_after={config.stop_after}: the stream has {len(tasks)} tasks. Give one of 1 to {len(tasks)}, or "
+            "leave it out."
+        )
     trained = tasks[: config.stop_after]  # methods know the whole stream: a run broken off is the whole one's beginning
     precision = config.precision
     if precision == "auto":

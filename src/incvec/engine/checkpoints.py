@@ -16,6 +16,7 @@ from torch import Tensor
 
 from incvec.config import RunConfig, differences
 from incvec.data import Dataset
+from incvec.data.stream import split
 from incvec.engine import events as ev
 from incvec.engine.build import Parts, code_version
 from incvec.engine.files import Writer, read_tensors, write_tensors
@@ -101,6 +102,8 @@ def check_config(config: RunConfig, saved: Mapping[str, Any], where: Path) -> No
 
 def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any], where: Path) -> str:
     """Refuse a checkpoint of another run; returns what is worth saying about one that is accepted."""
+    if meta.get("kind") != "checkpoint":
+        raise CheckpointError(f"{where} is no checkpoint but a {meta.get('kind')}; move it away to start anew.")
     check_config(config, meta["config"], where)
     if meta["fingerprint"] != dataset.fingerprint:
         raise CheckpointError(f"{where} was made with other images; move it away to start anew.")
@@ -128,16 +131,25 @@ def check_start(
     where = f"{config.start} cannot be begun at"
     if meta.get("kind") != "snapshot":
         raise CheckpointError(f"{where}: it is not a snapshot of a task.")
-    if meta["grown"] >= len(parts.tasks):
+    grown = meta["grown"]
+    if grown + 1 >= len(parts.tasks):
         raise CheckpointError(
-            f"{where}: it is of task {meta['grown'] + 1}, this run ends after task {len(parts.tasks)}."
+            f"{where}: it is of task {grown + 1}, this run ends after task {len(parts.tasks)}, so nothing is left to "
+            "train. Begin at an earlier task's snapshot."
         )
-    other, seen = meta["config"], parts.tasks[meta["grown"]].n_seen
+    other, seen = meta["config"], parts.tasks[grown].n_seen
     net, method = config.sections[config.method].get("net"), config.method
     if (other["method"], other.get(other["method"], {}).get("net")) != (method, net):
         raise CheckpointError(f"{where}: it is of {other['method']}, this run is {method} with {net}.")
     if meta["class_order"][:seen] != parts.order[:seen] or meta["fingerprint"] != dataset.fingerprint:
         raise CheckpointError(f"{where}: its classes so far, or their images, are not this run's.")
+    theirs = [task.n_new for task in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
+    ours = [task.n_new for task in parts.tasks]
+    if theirs[: grown + 1] != ours[: grown + 1]:
+        raise CheckpointError(
+            f"{where}: its tasks so far have {theirs[: grown + 1]} classes, this run's {ours[: grown + 1]}. Give "
+            f"base_classes={other['base_classes']} and tasks of the same size."
+        )
     lacking = [name for name in config.addons if name not in other["addons"]]
     if lacking:
         raise CheckpointError(

@@ -83,24 +83,27 @@ def _write_plain(path: Path, plain: Mapping[str, Tensor], meta: Mapping[str, Any
     write_bytes(path, save(dict(plain), metadata={"incvec": text, "hash": _text_hash(text)}))
 
 
+START_ANEW = "Move it away to start anew."
+
+
 def read_meta(path: Path) -> dict[str, Any]:
     """What `write_tensors` was told beside the tensors, without reading those."""
-    return _read(path, whole=False)[1]
+    return _read(path, False, START_ANEW)[1]
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `write_tensors` wrote, every hash checked."""
-    tensors, meta = _read(path, whole=True)
+def read_tensors(path: Path, remedy: str = START_ANEW) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `write_tensors` wrote, every hash checked; `remedy` says what to do where the file is damaged."""
+    tensors, meta = _read(path, True, remedy)
     hashes = meta["hashes"]
     if set(hashes) != set(tensors):
-        raise CheckpointError(f"{path} does not hold the tensors it lists. Move it away to start anew.")
+        raise CheckpointError(f"{path} does not hold the tensors it lists. {remedy}")
     for name, tensor in tensors.items():
         if _hash(tensor) != hashes[name]:
-            raise CheckpointError(f"{path} was altered: tensor {name!r} does not match its hash. Move it away.")
+            raise CheckpointError(f"{path} was altered: tensor {name!r} does not match its hash. {remedy}")
     return tensors, meta
 
 
-def _read(path: Path, whole: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path, whole: bool, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -111,7 +114,7 @@ def _read(path: Path, whole: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()} if whole else {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}): it is truncated or not one of ours. Move it away to start anew."
+            f"{path} cannot be read ({error}): it is truncated or not one of ours. {remedy}"
         ) from None
     if meta.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {meta.get('format')!r}, this version reads {FORMAT}.")

@@ -27,6 +27,7 @@ from incvec.errors import ConfigError, nearest
 from incvec.methods import METHODS, find_method
 
 KEYS = ("name", "summary", "check", "runs")
+METRICS = ("AA", "LA", "FM")
 
 
 class Loader(yaml.SafeLoader):
@@ -81,11 +82,23 @@ def read_check(path: Path) -> Check | None:
     if given is None:
         return None
     try:
-        return Check(**given)
+        check = Check(**given)
     except TypeError:
         raise ConfigError(
             f"{path}: `check` takes of, metric, expected, within and hint; it was given {given!r}."
         ) from None
+    if not isinstance(check.of, Mapping):
+        raise ConfigError(f"{path}: `of` of the check is {check.of!r}; expected settings, such as method: zeroshot.")
+    if check.metric not in METRICS:
+        raise ConfigError(
+            f"{path}: `metric` of the check is {check.metric!r}.{nearest(str(check.metric), METRICS)} Expected one of "
+            f"{', '.join(METRICS)}."
+        )
+    for name in ("expected", "within"):
+        value = getattr(check, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path}: `{name}` of the check is {value!r}; expected a number.")
+    return check
 
 
 def read_sweep(path: Path) -> list[dict[str, Any]]:

@@ -100,10 +100,6 @@ def _chunks(parameters: Sequence[Tensor], anchors: Sequence[Tensor]) -> Iterator
         yield chunk
 
 
-STATISTICS = ("pull", "distance_before", "distance_after", "fisher_new", "fisher_prev")
-"""What a teleport measures of a tensor, in this order: sums over its elements, and 2-norms for the distances."""
-
-
 @torch.no_grad()
 def teleport_(
     parameters: Sequence[Tensor],
@@ -111,7 +107,10 @@ def teleport_(
     fisher_prev: Sequence[Tensor],
     fisher_new: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The diagonal teleport of many tensors in place; per tensor its `STATISTICS`, left on the device.
+    """The diagonal teleport of many tensors in place; what it measures of each, left on the device.
+
+    That is, in this order: the sum of the pull, the distances to the anchor before and after (2-norms), and the sums
+    of the new and the previous Fisher.
 
     Tensors travel in flat chunks, so that a network of a hundred small tensors costs a handful of kernels. Anchors and
     Fishers that lie elsewhere (in host memory) are brought to the parameters' device chunk by chunk.
@@ -140,10 +139,10 @@ def teleport_(
 
 @torch.no_grad()
 def block_teleport_(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
-    """The teleport of one convolution's weight with a block for each kernel slice, in place; `STATISTICS`.
+    """The teleport of one convolution's weight with a block for each kernel slice, in place.
 
-    parameter and anchor are (out, in, k, k), the Fishers (out, in, k*k, k*k); their sums are those of the
-    diagonals.
+    parameter and anchor are (out, in, k, k), the Fishers (out, in, k*k, k*k). It measures what `teleport_` does; the
+    Fishers' sums are those of the diagonals.
     """
     anchor, fisher_prev = (tensor.to(parameter.device, non_blocking=True) for tensor in (anchor, fisher_prev))
     side = fisher_prev.shape[-1]
@@ -182,7 +181,7 @@ class ReportRow(TypedDict):
 
 
 def report_rows(measured: Iterable[tuple[str, int, Tensor]]) -> list[ReportRow]:
-    """Names, numbers of elements and `STATISTICS` as rows to read. Waits for the device."""
+    """Names, numbers of elements and what teleports measured as rows to read. Waits for the device."""
     rows: list[ReportRow] = []
     for name, elements, statistics in measured:
         pulled, before, after, new, prev = statistics.tolist()

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from incvec.config import digest
 from incvec.data import Dataset, load_dataset
-from incvec.errors import DataError
+from incvec.errors import DataError, check_out
 from incvec.lab import curvature as curvatures
 from incvec.lab import gap as gaps
 from incvec.lab import landscape as landscapes
@@ -28,7 +28,7 @@ from incvec.lab.drawing import findings, leave, redraw
 from incvec.lab.lines import FORMAT, Setting, walk
 from incvec.lab.snapshots import check_made, command, first_account, first_task, last_task, run_config
 from incvec.lab.tables import TABLES
-from incvec.records import find_records, read_record
+from incvec.records import read_record, readable
 
 app = typer.Typer(no_args_is_help=True, help="Look into finished runs: paths, trade-off, landscape, gap, curvature.")
 
@@ -110,6 +110,7 @@ def with_how(command_: Callable[..., None]) -> Callable[..., None]:
     @wraps(command_)
     def called(**given: Any) -> None:
         how = How(**{name: value for name, value in given.items() if name in shared})
+        check_out(how.out, "a figure", "-o")
         command_(**{name: value for name, value in given.items() if name not in shared}, how=how)
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -202,9 +203,8 @@ def plane(
 @app.command(epilog="[bold]Example[/bold]\n\nincvec lab gap runs -o figures")
 def gap(records: Records, out: Out = FIGURES, name: Name = None) -> None:
     """Accuracy after each task for methods, with add-ons, their oracles and joint training; the gap closed."""
-    files = find_records(records)
-    if not files:
-        raise DataError(f"no record lies in {', '.join(map(str, records))}; `incvec run` writes one.")
+    check_out(out, "a figure", "-o")
+    files = readable(records, note)
     studies = gaps.gap([read_record(file) for file in files], lambda text: note(f"left out: {text}"))
     for found in studies:
         end = "" if len(studies) == 1 else "-" + "-".join(str(found[key]) for key in ("dataset", "method", "tasks"))
@@ -240,9 +240,9 @@ def everything(
     """All the figures of one method, with their usual settings: NAME-path, -tradeoff, -plane, -gap, -curvature.
 
     The path goes from the first task to the last one, and once more with BatchNorm's statistics measured at every
-    point (NAME-recalibrated-path), since a barrier may be one of statistics alone; the trade-off goes to the second,
-    the middle and the last one; the plane is that of the second task. Where a run began at another's snapshot, that
-    one's task is the first.
+    point (NAME-recalibrated-path), since a barrier may be one of statistics alone, unless --batchnorm asks for that
+    anyway; the trade-off goes to the second, the middle and the last one; the plane is that of the second task. Where a
+    run began at another's snapshot, that one's task is the first.
     """
     landscapes.check_addon(run, ivt)
     first = 1 + max(first_task(each) for each in (run, ivt, oracle))
@@ -253,8 +253,9 @@ def everything(
     of = {kind: {**vars(how), "name": prefix + kind} for kind in ("path", "tradeoff", "plane", "curvature")}
     line: dict[str, Any] = {"axis": AxisChoice.distance, "task_from": first, "task_to": None, "points": points}
     path(runs=[run, ivt], ivt=None, **given, **line, **of["path"])
-    again = {**of["path"], "name": f"{prefix}recalibrated-path", "batchnorm": NormChoice.recalibrate}
-    path(runs=[run, ivt], ivt=None, **given, **line, **again)
+    if how.batchnorm != NormChoice.recalibrate:
+        again = {**of["path"], "name": f"{prefix}recalibrated-path", "batchnorm": NormChoice.recalibrate}
+        path(runs=[run, ivt], ivt=None, **given, **line, **again)
     tradeoff(runs=[run, ivt], ivt=None, **given, task_from=first, task_to=ends, points=points, **of["tradeoff"])
     plane(run=run, ivt=ivt, **given, task=first + 1, size=size, margin=0.25, **of["plane"])
     gap([each / "record.json" for each in (run, ivt, oracle, joint) if each is not None], how.out, f"{prefix}gap")
@@ -270,6 +271,8 @@ def draw(
     ] = None,
 ) -> None:
     """Draw figures again from their numbers: no snapshots and no data set are needed."""
+    if out is not None:
+        check_out(out, "a figure", "-o")
     chosen = findings(files)
     if not chosen:
         raise DataError(f"no numbers of `incvec lab` lie in {', '.join(map(str, files))}.")
@@ -330,7 +333,7 @@ def less_one(task: int | None) -> int | None:
 
 
 def tell(files: Sequence[Path]) -> None:
-    Console().print(f"written: {', '.join(map(str, files))}", soft_wrap=True, highlight=False)
+    Console().print(f"written: {', '.join(map(str, files))}", soft_wrap=True, highlight=False, markup=False)
 
 
 def note(text: str) -> None:

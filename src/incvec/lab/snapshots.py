@@ -97,7 +97,8 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
             hint = "the run has not come to that task, or lies elsewhere. `incvec run` with the run's own settings "
             hint += f"makes it, such as:\n  incvec run --method podnet --dataset digits --out {shlex.quote(str(run))}"
         raise DataError(f"there is no snapshot {file}: {hint}")
-    tensors, meta = read_tensors(file)
+    again = f"A run makes its snapshots once: move {run} away, and train it again with the same settings."
+    tensors, meta = read_tensors(file, again)
     if meta.get("kind") != "snapshot":
         raise CheckpointError(f"{file} is a {meta.get('kind')}, not a snapshot of a task.")
     return tensors, meta

@@ -87,21 +87,6 @@ def from_transformers(clip: Any, tokenise: Any) -> Dual:
     )
 
 
-def transformers_state(dual: Dual) -> dict[str, Tensor]:
-    """The dual encoder's tensors by `CLIPModel`'s names."""
-    renamed = {
-        "image_tower.model.": "vision_model.",
-        "text_tower.model.": "text_model.",
-        "image_projection.": "visual_projection.",
-    }
-    found = {}
-    for name, tensor in dual.state_dict().items():
-        for ours, theirs in renamed.items():
-            name = theirs + name.removeprefix(ours) if name.startswith(ours) else name
-        found[name] = tensor
-    return found
-
-
 # From a name, a folder or a file ----------------------------------------------------------------------------
 
 

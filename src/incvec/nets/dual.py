@@ -78,10 +78,6 @@ class Dual(nn.Module):
     def embed_texts(self, features: Tensor) -> Tensor:
         return in_full(self.text_projection, features)
 
-    def encode_images(self, images: Tensor) -> Tensor:
-        """Unit vectors of images."""
-        return F.normalize(self.embed_images(self.image_tower(images)), dim=-1)
-
     def encode_texts(self, tokens: Tensor) -> Tensor:
         """Unit vectors of sentences."""
         return F.normalize(self.embed_texts(self.text_tower(tokens)), dim=-1)

@@ -118,6 +118,8 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
             other = f" (that add-on is not part of this run: add it with --addon {key})" if key in ADDONS else other
             owners = [name for name, section in sections.items() if key in section]
             hint = f" Did you mean '{owners[0]}.{key}'?" if owners else nearest(key, [*fields, *kinds])
+            if not owners and not other:
+                hint += f" Known settings: {', '.join(sorted(fields))}; and those of {', '.join(kinds)}."
             raise ConfigError(f"unknown setting {key!r}{other}.{hint}")
     stream = {"base_classes": 0, **UNIFORM.get(dataset, {})} if pretrained else STREAMS.get(dataset, {})
     values = {**stream, **given}

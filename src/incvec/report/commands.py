@@ -38,4 +38,5 @@ def report(
         f"{len(entries)} records; {kinds['.tex']} tables, {kinds['.png']} figures; open {out / 'report.html'}",
         soft_wrap=True,
         highlight=False,
+        markup=False,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import incvec
-from incvec.errors import DataError
+from incvec.errors import check_out
 from incvec.report import ablations, charts, compare, contents, figures, labs, pretrained, reproduced, sheet, style
 from incvec.report.charts import Chart, Heat
 from incvec.report.sheet import Sheet
@@ -176,8 +176,7 @@ def markdown(parts: Sequence[Section], entries: Sequence[Entry]) -> str:
 
 def write(entries: Sequence[Entry], out: Path, findings: Sequence[labs.Finding] = ()) -> Iterator[Path]:
     """Write the report, file by file."""
-    if out.exists() and not out.is_dir():
-        raise DataError(f"{out} is a file; a report needs a folder. Give another one with -o.")
+    check_out(out, "a report", "-o")
     parts = sections(entries, findings)
     for folder in (out / "figures", out / "tables"):
         folder.mkdir(parents=True, exist_ok=True)
