@@ -174,12 +174,12 @@ def record_run(told: dict[str, Any], run: Run) -> None:
 def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
     """Counts of the model that one process has trained, over few and many rows."""
     run.config = run.config.model_copy(
-        update={"start": str(out / "one" / "podnet+ivt" / "snapshots" / "task-02.safetensors")}
+        update={"start": str(out / "one" / "podnet+ivt" / "snapshots" / "task-01.safetensors")}
     )
     for event in run.events():
         if isinstance(event, ev.Started):
             break
-    parts, task = run.parts, run.parts.tasks[-1]
+    parts, task = run.parts, run.parts.tasks[1]
     rows = parts.test.rows_of(0, task.n_seen)
     return [correct_by_class(parts.method, parts.world, parts.test, rows[::2][:n], task, run.ranks) for n in COUNTS]
 
@@ -282,12 +282,12 @@ def test_a_base_is_shared_among_runs_of_as_many_ranks(left: Path) -> None:
 @pytest.mark.slow
 def test_evaluation_is_gathered(left: Path, digits: Dataset) -> None:
     """Also where there are fewer rows than ranks, and where they do not divide."""
-    given = {**CASES["podnet+ivt"], "start": str(left / "one" / "podnet+ivt" / "snapshots" / "task-02.safetensors")}
+    given = {**CASES["podnet+ivt"], "start": str(left / "one" / "podnet+ivt" / "snapshots" / "task-01.safetensors")}
     run = Run(resolve(given), still(digits), left / "evaluated alone")
     for event in run.events():
         if isinstance(event, ev.Started):
             break
-    parts, task = run.parts, run.parts.tasks[-1]
+    parts, task = run.parts, run.parts.tasks[1]
     rows = parts.test.rows_of(0, task.n_seen)
     alone = [correct_by_class(parts.method, parts.world, parts.test, rows[::2][:n], task) for n in COUNTS]
     assert sum(alone[-1]["cnn"]) > 0
