@@ -60,9 +60,13 @@ def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": None}, "is not a record: config is None, expected a dict"),
-        ({"addons": 3}, "is not a record: addons is 3, expected a list"),
+        ({"config": None}, "is not a record: config is a NoneType, a dict was expected"),
+        ({"addons": 3}, "is not a record: addons is a int, a list was expected"),
+        ({"metrics": {}}, "its metrics have None for AA"),
+        ({"metrics": ["AA"]}, "metrics is a list, a dict was expected"),
+        ({"metrics": {"AA": True, "LA": 2.0}}, "its metrics have True for AA"),
         ({"metrics": {"AA": 90.0, "LA": None}}, "its metrics have None for LA, a number was expected"),
+        ({"metrics": {"AA": 90.0, "LA": 90.0, "FM": "a lot"}}, "its metrics have 'a lot' for FM"),
         ({"format": 99}, "is a record of format 99, this version of incvec reads 1"),
     ],
 )

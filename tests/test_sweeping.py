@@ -182,6 +182,7 @@ def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
         ({"of": 3}, "`of` of the check is 3; expected settings"),
         ({"metric": "AL"}, "`metric` of the check is 'AL'. .*Expected one of AA, LA, FM"),
         ({"expected": "abc"}, "`expected` of the check is 'abc'; expected a number"),
+        ({"expected": float("nan")}, "`expected` of the check is nan; expected a number"),
         ({"within": True}, "`within` of the check is True; expected a number"),
     ]:
         file.write_text(yaml.safe_dump(content | {"check": content["check"] | change}))
@@ -189,6 +190,13 @@ def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
             sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
     with pytest.raises(ConfigError, match="has FM None"):
         Check({}, "FM", 1.0, 1.0).judge({"method": "zeroshot", "metrics": {"FM": None}})
+
+
+def test_a_dry_run_tells_settings_as_they_are_given(tmp_path: Path) -> None:
+    text = io.StringIO()
+    settings = ["ivt.stages=[main, balance]", "ivt.interval=null"]
+    sweep("digits", tmp_path, None, settings, 1, "podnet+ivt", Console(file=text, width=500), dry_run=True)
+    assert "ivt.interval=null ivt.stages=[main, balance]" in text.getvalue()
 
 
 def test_every_packaged_sweep_can_be_planned() -> None:

@@ -85,9 +85,12 @@ def read_record(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not a record: it lacks {', '.join(missing)}.")
     for key, kind in (REQUIRED | OPTIONAL).items():
         if key in record and not isinstance(record[key], kind):
-            raise DataError(f"{path} is not a record: {key} is {record[key]!r}, expected a {kind.__name__}.")
-    for name in ("AA", "LA"):
+            found = type(record[key]).__name__
+            raise DataError(f"{path} is not a record: {key} is a {found}, a {kind.__name__} was expected.")
+    for name in ("AA", "LA", "FM"):
         value = record["metrics"].get(name)
+        if value is None and name == "FM":  # of a single task
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
     if record.get("format", FORMAT) != FORMAT:

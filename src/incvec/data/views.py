@@ -38,12 +38,6 @@ def window(images: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tenso
     return pixels * inside[:, None]
 
 
-def crop(images: Tensor, pad: int, generator: Generator) -> Tensor:
-    """Zero padding on all sides, then a random crop of the original size."""
-    top, left = _offsets(images, pad, generator)
-    return window(images, top, left, torch.zeros_like(top, dtype=torch.bool))
-
-
 def flip(images: Tensor, generator: Generator) -> Tensor:
     """Mirrored left to right, each with probability 1/2."""
     return torch.where(_coin(images, 0.5, generator)[:, None, None, None], images.flip(-1), images)

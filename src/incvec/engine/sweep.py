@@ -12,6 +12,7 @@ others, and where its `metric` is further than `within` from `expected`, nothing
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,7 @@ def read_check(path: Path) -> Check | None:
         )
     for name in ("expected", "within"):
         value = getattr(check, name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{path}: `{name}` of the check is {value!r}; expected a number.")
     return check
 

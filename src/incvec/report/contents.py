@@ -82,14 +82,14 @@ def gap_sheet(dataset: str, groups: Sequence[Group]) -> Sheet | None:
     last: dict[tuple[str, bool], float] = {}
     for entry in every:
         if not entry.record["addons"]:
-            last[tables.family(entry.record), entry.record["oracle"]] = tables.metric(entry.record, "LA")
+            last[tables.family(entry.record), entry.record["oracle"]] = entry.record["metrics"]["LA"]
     rows = []
     for each in groups:
         with_share = [entry for entry in each.entries if share[entry.path] is not None]
         if each.dataset != dataset or not with_share:
             continue
         families = [tables.family(entry.record) for entry in with_share]
-        own = Comparison(tuple(tables.metric(entry.record, "LA") for entry in with_share), None)
+        own = Comparison(tuple(entry.record["metrics"]["LA"] for entry in with_share), None)
         plain = Comparison(tuple(last[key, False] for key in families), None)
         oracle = Comparison(tuple(last[key, True] for key in families), None)
         closed = Comparison(tuple(100 * (share[entry.path] or 0.0) for entry in with_share), None)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from incvec.config import digest
-from incvec.errors import ConfigError, DataError
+from incvec.errors import ConfigError
 from incvec.metrics import gap_closed
 from incvec.presets import changed_settings
 from incvec.records import title
@@ -84,24 +84,22 @@ def rows(records: Sequence[Mapping[str, Any]], paths: Sequence[str] | None = Non
     oracle: dict[str, float] = {}
     for record in records:
         if not record["addons"]:
-            (oracle if record["oracle"] else plain).setdefault(family(record), metric(record, "LA"))
+            (oracle if record["oracle"] else plain).setdefault(family(record), record["metrics"]["LA"])
     found = []
     for number, record in enumerate(records):
         key = family(record)
         share = None
         if record["addons"] and not record["oracle"] and key in plain and key in oracle:
-            share = gap_closed(metric(record, "LA"), plain[key], oracle[key])
-        average = metric(record, "AA")
-        forgetting = record["metrics"].get("FM")  # none where there was a single task
+            share = gap_closed(record["metrics"]["LA"], plain[key], oracle[key])
         found.append(
             Row(
                 run=title(dict(record)),
                 dataset=record["dataset"],
                 tasks=record["tasks"],
                 seed=record["seed"],
-                AA=average,
-                LA=metric(record, "LA"),
-                FM=None if forgetting is None else metric(record, "FM"),
+                AA=record["metrics"]["AA"],
+                LA=record["metrics"]["LA"],
+                FM=record["metrics"].get("FM"),  # none where there was a single task
                 gap_closed=share,
                 seconds=record.get("seconds"),
                 path=None if paths is None else paths[number],
@@ -126,18 +124,6 @@ def apart(record: Mapping[str, Any], path: str | None) -> str | None:
     except (ConfigError, KeyError):  # of a method or add-on that is not here, or of a record that lost a part
         return folder
     return settings_text(changes) or (f"as preset, in {folder}" if folder else None)
-
-
-def metric(record: Mapping[str, Any], name: str) -> float:
-    """One of a record's numbers, or a word on why there is none."""
-    metrics = record["metrics"]
-    value = metrics.get(name) if isinstance(metrics, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DataError(
-            f"the record of {title(dict(record))} on {record['dataset']} has {value!r} for {name}, a number was "
-            "expected: it was altered. Run it again."
-        )
-    return float(value)
 
 
 def rich_table(found: Sequence[Row], title: str | None = None) -> Table:
