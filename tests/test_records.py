@@ -81,3 +81,13 @@ def test_a_record_with_parts_of_another_kind_is_refused(change: dict[str, Any], 
     file.write_text(json.dumps(good | change))
     with pytest.raises(DataError, match=message):
         records.read_record(tmp_path)
+
+
+def test_another_format_is_told_before_the_parts_it_lacks(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps({"format": 2, "method": "finetune", "metrics": {"AA": "in another way"}}))
+    with pytest.raises(DataError, match="is a record of format 2, this version of incvec reads 1"):
+        records.read_record(file)
+    file.write_text(json.dumps({"format": 2, "side": 64, "classes": []}))  # as a packed store's account
+    with pytest.raises(DataError, match="is not a record: it lacks method, addons"):
+        records.read_record(file)

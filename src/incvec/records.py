@@ -81,6 +81,12 @@ def read_record(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(f"{path} is not a record: it holds a {type(record).__name__}, a mapping was expected.")
     missing = [key for key in REQUIRED if key not in record]
+    # Another format may lack parts. What has none of them is no record at all: other files have a format, too.
+    if len(missing) < len(REQUIRED) and record.get("format", FORMAT) != FORMAT:
+        raise DataError(
+            f"{path} is a record of format {record['format']!r}, this version of incvec reads {FORMAT}: take the "
+            "version that wrote it, or a newer one."
+        )
     if missing:
         raise DataError(f"{path} is not a record: it lacks {', '.join(missing)}.")
     for key, kind in (REQUIRED | OPTIONAL).items():
@@ -93,11 +99,6 @@ def read_record(path: Path) -> dict[str, Any]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
-    if record.get("format", FORMAT) != FORMAT:
-        raise DataError(
-            f"{path} is a record of format {record['format']!r}, this version of incvec reads {FORMAT}: take the "
-            "version that wrote it, or a newer one."
-        )
     return record
 
 
