@@ -72,7 +72,10 @@ def load(
         raise DataError(
             f"{path} is not a packed store. Make one of the images, once: {command}; then give STORE as the data root."
         )
-    dataset = _from_store(name, path, chosen, image_size, placement, remedy)
+    store = open_store(path)
+    if amiss := _amiss(name, store.classes, chosen):
+        raise DataError(f"{path} {amiss}. {remedy}")
+    dataset = _from_store(name, store, chosen, image_size, placement)
     stored = dataset.about["side"]
     if name in NAMED and image_size is None and stored != NAMED[name].size:
         raise DataError(
@@ -89,19 +92,26 @@ def _command(name: str, class_list: str | None, source: str) -> str:
     return f"incvec data pack {source} STORE --size {size}" + (f" --classes {class_list}" if class_list else "")
 
 
+def _amiss(name: str, have: tuple[str, ...], chosen: ClassList | None) -> str:
+    """What is wrong with a store's classes, if anything."""
+    if chosen is None:
+        fits = name not in NAMED or len(have) == NAMED[name].classes
+        return "" if fits else f"holds {len(have)} classes, {name!r} has {NAMED[name].classes}"
+    missing = sorted(set(chosen.classes) - set(have))
+    some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+    return f"lacks {len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} ({some})" if missing else ""
+
+
 def _from_store(
-    name: str, path: Path, chosen: ClassList | None, image_size: int | None, placement: Placement | None, remedy: str
+    name: str, store: Store, chosen: ClassList | None, image_size: int | None, placement: Placement | None
 ) -> Dataset:
-    store = open_store(path)
     parts: dict[str, Any] = {}
     for part in ("train", "test"):
         images, labels = store.images(part, placement)
         if chosen is not None and chosen.classes != store.classes:
-            images, labels = _chosen(images, labels, store.classes, chosen, path, remedy)
+            images, labels = _chosen(images, labels, store.classes, chosen)
         parts[f"{part}_images"], parts[f"{part}_labels"] = images, labels
     classes = store.classes if chosen is None else chosen.classes
-    if name in NAMED and chosen is None and len(classes) != NAMED[name].classes:
-        raise DataError(f"{path} holds {len(classes)} classes, {name!r} has {NAMED[name].classes}. {remedy}")
     side = _side(store.side, image_size)
     fingerprint = store.fingerprint
     if classes != store.classes:
@@ -134,15 +144,7 @@ def _left_out(store: Store, classes: tuple[str, ...]) -> int:
     return sum(by_class.get(name, 0) for name in classes)
 
 
-def _chosen(
-    images: Any, labels: torch.Tensor, have: tuple[str, ...], chosen: ClassList, path: Path, remedy: str
-) -> Any:
-    missing = sorted(set(chosen.classes) - set(have))
-    if missing:
-        raise DataError(
-            f"{path} lacks {len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} "
-            f"({', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}). {remedy}"
-        )
+def _chosen(images: Any, labels: torch.Tensor, have: tuple[str, ...], chosen: ClassList) -> Any:
     number = {name: label for label, name in enumerate(chosen.classes)}
     table = torch.tensor([number.get(name, -1) for name in have])
     new = table[labels]
