@@ -112,7 +112,17 @@ def test_long_names_and_settings_push_no_number_out_of_a_narrow_terminal() -> No
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (59.7, "1 min 00 s"), (185, "3 min 05 s"), (7470, "2 h 04 min")]
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.7, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (3599, "59 min 59 s"),
+        (3599.7, "1 h 00 min"),
+        (7465, "2 h 04 min"),
+        (7475, "2 h 05 min"),
+        (10795, "3 h 00 min"),
+    ],
 )
 def test_durations(seconds: float, text: str) -> None:
     assert tables.duration(seconds) == text

@@ -59,12 +59,13 @@ class Row:
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `3 min 05 s`, `2 h 04 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+    """`8 s`, `3 min 05 s`, `2 h 04 min`, rounded to what is shown."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
