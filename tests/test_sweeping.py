@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 
 import incvec
 from incvec.cli import app
+from incvec.config import RunConfig
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
@@ -197,6 +199,24 @@ def test_a_dry_run_tells_settings_as_they_are_given(tmp_path: Path) -> None:
     settings = ["ivt.stages=[main, balance]", "ivt.interval=null"]
     sweep("digits", tmp_path, None, settings, 1, "podnet+ivt", Console(file=text, width=500), dry_run=True)
     assert "ivt.interval=null ivt.stages=[main, balance]" in text.getvalue()
+
+
+def test_a_dry_run_tells_whatever_gives_a_folder_another_name(tmp_path: Path) -> None:
+    values = {
+        "base_classes": "2", "order_seed": "7", "class_order": "[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]", "variant": "local",
+        "device": "cpu", "precision": "fp32", "engine": "eager", "start": "there", "image_size": "16",
+        "class_list": "cmc", "placement": "streamed", "held_out": "10", "stop_after": "1", "snapshots": "false",
+        "sync_batchnorm": "false",
+    }  # fmt: skip
+    in_the_name = {"method", "addons", "dataset", "tasks", "seed", "oracle"}
+    assert set(values) == set(RunConfig.model_fields) - in_the_name - {"sections"}
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: finetune}]")
+    for key, value in values.items():
+        text = io.StringIO()
+        sweep(str(file), tmp_path, None, [f"{key}={value}"], 1, None, Console(file=text, width=500), dry_run=True)
+        assert re.match(r"to do  digits-finetune-3-s0-[0-9a-f]{8}  ", text.getvalue()), key
+        assert f"{key} {value}" in text.getvalue() or f" {key}={value}" in text.getvalue()
 
 
 def test_every_packaged_sweep_can_be_planned() -> None:

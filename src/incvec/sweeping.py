@@ -32,6 +32,7 @@ from incvec.report.compare import yaml_value
 from incvec.report.tables import duration
 
 QUIET = 10.0  # seconds between two accounts where there is no terminal
+HANDLING = ("placement", "snapshots")  # they make a run no other experiment, but its folder has another name
 
 
 def find_sweep(name: str) -> Path:
@@ -168,7 +169,8 @@ def sweep(
             say(console, f"first  {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}")
         for folder, config in planned:
             state = "done" if (out / folder / "record.json").exists() else "to do"
-            changed = changed_settings(config.resolved())
+            own = config.resolved()
+            changed = changed_settings(own) | {key: own[key] for key in HANDLING if key in own}
             changes = "".join(f" {key}={yaml_value(value)}" for key, value in changed.items())
             say(console, f"{state:6} {folder}  (device {config.device}, engine {config.engine}){changes}")
         return 0
