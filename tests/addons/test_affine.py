@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from incvec.addons.affine import Affine, moments, norms_of, renormalise
+from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalise
 
 
 @pytest.fixture
@@ -121,3 +121,73 @@ def test_an_error_while_looking_leaves_no_hook(network: nn.Sequential) -> None:
     with pytest.raises(ValueError, match="memory"):
         renormalise(maps, looks())
     assert all(norm.training and not norm._forward_pre_hooks for norm in maps)
+
+
+# A layer and its norm as one -------------------------------------------------------------------------------
+
+
+def fold(weight: torch.Tensor, anchor: torch.Tensor, new: list[float], old: list[float], scale: float) -> Folded:
+    nothing = torch.zeros(len(new))
+    maps = (Affine(torch.tensor(slopes), nothing) for slopes in (new, old))
+    return Folded(weight, anchor, *maps, torch.full((len(new),), scale))
+
+
+def test_folded_and_parted_at_once_nothing_changes() -> None:
+    """Negative slopes too; and a filter of nothing, and one that a slope of nothing hides, stay as they are."""
+    torch.manual_seed(0)
+    weight, slopes = torch.randn(4, 2, 3, 3), [2.0, -0.5, 3.0, 0.0]
+    weight[2] = 0
+    before = weight.clone()
+    product = fold(weight, torch.randn(4, 2, 3, 3), slopes, [1.0, 2.0, 3.0, 4.0], 1.0)
+    for filters, was, slope in zip(weight, before, slopes, strict=True):
+        assert torch.allclose(filters, slope * was)
+    slope = product.part()
+    assert torch.allclose(weight, before, atol=1e-6)
+    assert torch.allclose(slope, torch.tensor([2.0, -0.5, 0.0, 0.0]), atol=1e-6)
+
+
+def test_filters_are_as_long_as_s_says() -> None:
+    weight, anchor = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 4.0]])
+    product = fold(weight, anchor, [2.0, -1.0], [10.0, 1.0], 0.75)
+    assert torch.allclose(product.anchor, torch.tensor([[10.0, 0.0], [0.0, 4.0]]))
+    weight.copy_(torch.tensor([[0.0, 8.0], [0.0, 5.0]]))  # wherever they are taken
+    slope = product.part()
+    assert torch.allclose(weight.norm(dim=1), torch.tensor([1 + 0.75 * 4, 4 - 0.75 * 2]))
+    assert torch.allclose(slope[:, None] * weight, torch.tensor([[0.0, 8.0], [0.0, 5.0]]))
+    assert slope[1] < 0  # filters point where they pointed before
+
+
+@pytest.mark.parametrize("longer", [1.0, 1e-3, 1e3])
+def test_how_long_the_anchors_filters_are_makes_no_difference(longer: float) -> None:
+    """The same function, told by other lengths: what goes back is the same, and lies between old and new."""
+    torch.manual_seed(1)
+    now, then, x = torch.randn(3, 5), torch.randn(3, 5), torch.randn(7, 5)
+    new, old = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.7, 1.5, 1.0])
+    wanted = 0.6 * (x @ (new[:, None] * now).T) + 0.4 * (x @ (old[:, None] * then).T)
+    weight = now.clone()
+    product = fold(weight, longer * then, new.tolist(), (old / longer).tolist(), 0.6)
+    weight.lerp_(product.anchor, 0.4)
+    slope = product.part()
+    assert torch.allclose(x @ (slope[:, None] * weight).T, wanted, atol=1e-4)
+
+
+def test_which_layer_feeds_a_norm() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.biased = (nn.Linear(3, 3, bias=bias) for bias in (False, False, True))
+            self.a, self.b, self.c, self.d = (nn.BatchNorm1d(3) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(self.first(x))
+            x = self.b(self.second(x).relu())  # not as it is
+            return self.d(self.c(self.biased(x)))  # a bias, and no layer at all
+
+    net = Net()
+
+    def looks() -> Iterator[None]:
+        net(torch.randn(4, 3))
+        yield None
+
+    assert feeding(net, looks()) == {net.a: net.first}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())

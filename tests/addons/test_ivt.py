@@ -39,13 +39,13 @@ class Teleports:
         def epoch(addon: IVTAddOn, task: Task, stage: Stage, number: int, optimiser: Any) -> None:
             where[0] = (task.index, stage.name, number)
 
-        def before(plugin: IVT, leave: tuple[str, ...]) -> None:
+        def before(plugin: IVT, leave: tuple[str, ...], towards: Any = None) -> None:
             kept = {"anchor": plugin.anchor, "past": plugin.cumulative, "fisher": plugin.fisher}
             copies = {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in kept.items()}
             self.rows.append({"before": state_of(plugin._model), "where": where[0], **copies})
             self.epochs.append(where[0])
 
-        def after(plugin: IVT, leave: tuple[str, ...]) -> None:
+        def after(plugin: IVT, leave: tuple[str, ...], towards: Any = None) -> None:
             self.rows[-1]["after"] = state_of(plugin._model)
 
         watch(patch, IVTAddOn, "end_epoch", before=epoch)
@@ -90,7 +90,7 @@ def test_f_is_that_of_one_epoch(
             if parameter.grad is not None:
                 squares[name] = squares.get(name, 0.0) + parameter.grad.double() ** 2
 
-    def compare(plugin: IVT, leave: Any = None) -> None:
+    def compare(plugin: IVT, leave: Any = None, towards: Any = None) -> None:
         if plugin.task > 1:  # F_1 comes from the shared base
             compared[0] += 1
             for name, total in squares.items():
@@ -231,8 +231,10 @@ def test_which_reading_is_the_default() -> None:
     assert {"last": "teleport", "head": "teleport"}.items() <= preset("ivt", "folder", "pretrained").items()
     assert reading() == {"batchnorm": "keep", "last": "skip", "head": "keep"}
     assert reading(method="podnet") == reading(dataset="digits") == reading(method="flyp", variant="lite") == letter
-    assert reading(method="pass") == reading(method="fcs", dataset="digits")
-    assert reading(method="pass") == {"batchnorm": "map", "last": "skip", "head": "keep"}
+    assert reading(method="pass") == reading(method="fcs") == {"batchnorm": "map", "last": "skip", "head": "keep"}
+    layers = {**reading(method="pass"), "batchnorm": "layer"}
+    assert all(reading(method="pass", dataset=name) == layers for name in ("digits", "packed", "tiny-imagenet-100"))
+    assert reading(method="fcs", dataset="tiny-imagenet-100", variant="short") == layers
     usual = resolve(given).resolved()
     assert changed_settings(usual) == {}
     old = {key: value for key, value in usual["ivt"].items() if key not in letter}
@@ -362,9 +364,16 @@ def test_interpolated_statistics(few: Dataset, tmp_path: Path, teleports: Telepo
             assert torch.allclose(value.double(), wanted, rtol=1e-5, atol=1e-6), name
 
 
-def test_teleported_maps(few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm's slope and offset go back as weights do, from those it trains by; then other statistics tell them."""
+@pytest.mark.parametrize("choice", ["map", "layer"])
+def test_teleported_maps(
+    choice: str, few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm's slope and offset go back as weights do, from those it trains by; then other statistics tell them.
+
+    With `layer` it is the slope times the filters of the convolution before it.
+    """
     start: list[Tensors] = []
+    trained_as: list[Tensors] = []
     end: list[Tensors] = []
     looks: list[dict[tuple[str, bool], list[Tensor]]] = []  # what every norm saw, in training or as its map
     names: dict[int, str] = {}
@@ -373,6 +382,7 @@ def test_teleported_maps(few: Dataset, tmp_path: Path, teleports: Teleports, mon
     def began(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
         names.update({id(module): name for name, module in self.method.model.named_modules()})
         looks.append({})
+        trained_as.append(state_of(self.method.model))
 
     def forward(self: Any, x: Tensor) -> None:
         if self._forward_pre_hooks and id(self) in names:
@@ -381,13 +391,14 @@ def test_teleported_maps(few: Dataset, tmp_path: Path, teleports: Teleports, mon
     def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
         if not looks[-1]:
             looks.pop()
+            trained_as.pop()
             return
         end.append(state_of(self.method.model))
         assert all(m.training and not m._forward_pre_hooks for m in self.method.model.modules())
 
     watch(monkeypatch, Norm, "forward", before=forward)
     watch(monkeypatch, IVTAddOn, "end_epoch", before=began, after=ended)
-    run_on(few, tmp_path, "pass", "ivt", ivt={"batchnorm": "map", "head": "keep", "last": "teleport"})
+    run_on(few, tmp_path, "pass", "ivt", ivt={"batchnorm": choice, "head": "keep", "last": "teleport"})
     assert len(end) == len(looks) == 4
 
     def affine(state: Tensors, name: str, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -400,6 +411,9 @@ def test_teleported_maps(few: Dataset, tmp_path: Path, teleports: Teleports, mon
         assert len(layers) > 3
         for name in layers:
             trained, mapped = looks[number][name, True], looks[number][name, False]
+            more = trained[2:]  # a look to see which convolution feeds it
+            trained = trained[:2]
+            assert len(more) == (choice == "layer")
             assert [len(x) for x in (*trained, *mapped)] == [4 * 32] * 4  # two batches, which PASS turns
             seen = []
             for inputs in (trained, mapped):
@@ -413,11 +427,52 @@ def test_teleported_maps(few: Dataset, tmp_path: Path, teleports: Teleports, mon
             for kind, wanted in zip(STATISTICS, seen[1], strict=True):
                 assert torch.allclose(end[number][f"{name}.{kind}"].double(), wanted, rtol=1e-4, atol=1e-5)
             first = affine(old, name, *(old[f"{name}.{kind}"].double() for kind in STATISTICS))
-            ways = zip(first, affine(row["before"], name, *seen[0]), affine(end[number], name, *seen[1]), strict=True)
-            for kind, (there, now, then) in zip(("weight", "bias"), ways, strict=True):
-                a, f = (row[key][f"{name}.{kind}"].double() for key in ("past", "fisher"))
+            ways = [first, affine(trained_as[number], name, *seen[0]), affine(end[number], name, *seen[1])]
+            of = {"weight": f"{name}.weight", "bias": f"{name}.bias"}
+            if choice == "layer":
+                of["weight"] = name.replace("norm", "conv") + ".weight"
+                states = zip((old, trained_as[number], end[number]), ways, strict=True)
+                ways = [(slope[:, None, None, None] * state[of["weight"]], offset) for state, (slope, offset) in states]
+            for kind, (there, now, then) in zip(of, zip(*ways, strict=True), strict=True):
+                a, f = (row[key][of[kind]].double() for key in ("past", "fisher"))
                 s = torch.where(a > 0, (a + f) / (2 * a + f), torch.ones_like(a))
                 assert torch.allclose(then, there + s * (now - there), rtol=1e-3, atol=1e-4), (number, name, kind)
+
+
+@pytest.mark.parametrize(("choice", "explodes"), [("map", True), ("layer", False)])
+def test_filters_that_have_vanished(
+    choice: str, explodes: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weight decay takes filters to nothing that the task has no use for, and their norms' slopes to hundreds.
+
+    Such a slope must not meet the anchor's filters: the maps after a teleport are no larger than those it lies between.
+    """
+    sizes: list[list[float]] = []
+
+    def largest(addon: IVTAddOn) -> float:
+        images = torch.rand(16, *few.image_shape, generator=torch.Generator().manual_seed(0)).sub_(0.5)
+        model = addon.method.model
+        with torch.no_grad():
+            found = max(float(h.abs().max()) for h in model.backbone(images).maps)  # in training mode
+        return found
+
+    def vanish(addon: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        sizes.append([])
+        if addon._teleports(task, stage, epoch):
+            before = largest(addon)
+            with torch.no_grad():
+                addon.method.model.backbone.stages[0][0].conv1.weight[::2] = 0
+            sizes[-1] = [before, largest(addon)]
+
+    def ended(addon: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        if sizes[-1]:
+            sizes[-1].append(largest(addon))
+
+    watch(monkeypatch, IVTAddOn, "end_epoch", before=vanish, after=ended)
+    run_on(few, tmp_path, "pass", "ivt", ivt={"batchnorm": choice, "interval": 2})
+    found = [row for row in sizes if row]
+    assert found
+    assert any(after > 3 * max(row) for *row, after in found) == explodes, found
 
 
 def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
@@ -487,7 +542,7 @@ def test_the_first_fisher_is_measured_of_what_trains(given: dict[str, str], few:
 def test_resting_layers_keep_their_statistics(few: Dataset, tmp_path: Path) -> None:
     """SSRE trains no norm in an increment; there is no S to interpolate by."""
     keep = run_on(few, tmp_path / "keep", "ssre", "ivt")
-    for choice in ("interpolate", "map"):
+    for choice in ("interpolate", "map", "layer"):
         other = run_on(few, tmp_path / choice, "ssre", "ivt", ivt={"batchnorm": choice})
         same(snapshot(keep, 2), snapshot(other, 2))
 
@@ -563,7 +618,7 @@ def test_recalibration_comes_before_the_balanced_stage(few: Dataset, tmp_path: P
     assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate", "balance"]
 
 
-@pytest.mark.parametrize("choice", ["keep", "interpolate", "recalibrate", "map"])
+@pytest.mark.parametrize("choice", ["keep", "interpolate", "recalibrate", "map", "layer"])
 def test_statistics_that_a_method_holds_fixed_stay_so(choice: str, few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "ssre", "ivt", ivt={"batchnorm": choice})
     assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main"]
@@ -752,7 +807,7 @@ def test_its_state_is_part_of_a_snapshot(few: Dataset, tmp_path: Path) -> None:
 # Memory, and what a pre-trained model's loss allows ------------------------------------------------------
 
 
-@pytest.mark.parametrize("batchnorm", ["keep", "interpolate", "map"])
+@pytest.mark.parametrize("batchnorm", ["keep", "interpolate", "map", "layer"])
 def test_host_memory_changes_no_bit(batchnorm: str, few: Dataset, tmp_path: Path) -> None:
     given = {"batchnorm": batchnorm, "snapshot_fisher": True}
     runs = [

@@ -6,6 +6,11 @@ offset = bias - slope mean. In training it normalises by each batch instead, so 
 take a layer back towards an old one is to take the map back, not the weight and the bias. The map of a network in
 training is that by the batches' statistics (running ones lag behind the weights), and for it to train on from where it
 was taken, the new map has to be told by the statistics of what the layer then sees.
+
+Nor does a slope mean anything by itself: a convolution's filters ten times as long before a norm with a tenth of the
+slope do the same, and lengths drift (weight decay shortens filters that little depends on to nearly nothing, and their
+slopes grow to hundreds). Half of one pair's filters with half of another's slope may do anything, so `Folded` takes
+back the product of the two.
 """
 
 from __future__ import annotations
@@ -45,6 +50,63 @@ class Affine(NamedTuple):
         """Set the layer's weight and bias so that on its running statistics it is this map."""
         norm.weight.copy_(self.slope * (norm.running_var + norm.eps).sqrt())
         norm.bias.copy_(self.offset + self.slope * norm.running_mean)
+
+
+def _filters(slope: Tensor, weight: Tensor) -> Tensor:
+    """A number for each filter, in a shape that multiplies the weight."""
+    return slope.view(-1, *[1] * (weight.dim() - 1))
+
+
+class Folded:
+    """A layer's weight times the slope of the norm it feeds: what the two do together, however long the filters are.
+
+    Made, it has put the product in the weight's place, and has the anchor's product. `part` puts filters in its place
+    again, as long as S of the slope says, and returns the slope that goes with them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, weight: Tensor, anchor: Tensor, new: Affine, old: Affine, scale: Tensor) -> None:
+        self.weight, self.before = weight, weight.clone()
+        self.sign = torch.where(new.slope < 0, -1.0, 1.0)  # filters point as they did, which the optimiser remembers
+        now, then = (tensor.flatten(1).norm(dim=1) for tensor in (weight, anchor))
+        length = then + scale * (now - then)
+        self.length = torch.where(length > 0, length, then)
+        self.anchor = anchor * _filters(old.slope, anchor)
+        weight.mul_(_filters(new.slope, weight))
+
+    @torch.no_grad()
+    def part(self) -> Tensor:
+        product = self.weight.flatten(1).norm(dim=1)
+        some = product > 0  # a filter that is nothing stays as it was, with a slope of nothing
+        slope = torch.where(some, self.sign * product / self.length, 0.0)
+        back = self.weight / _filters(torch.where(some, slope, 1.0), self.weight)
+        self.weight.copy_(torch.where(_filters(some, back), back, self.before))
+        return slope
+
+
+@torch.no_grad()
+def feeding(model: nn.Module, looks: Iterable[None]) -> dict[Any, Any]:
+    """By norm, the layer without a bias whose output it takes as it is, where there is one."""
+    found: dict[Any, Any] = {}
+    last: list[Any] = [None, None]
+
+    def after(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        last[:] = layer, output
+
+    def before(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0] is last[1]:
+            found[norm] = last[0]
+
+    layers = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear)) and m.bias is None]
+    handles = [layer.register_forward_hook(after) for layer in layers]
+    handles += [norm.register_forward_pre_hook(before) for norm in norms_of(model).values()]
+    try:
+        for _ in looks:
+            pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 Moments = tuple[Tensor, Tensor]  # mean and variance, by channel

@@ -14,7 +14,9 @@ with the mean S of their layer (`interpolate`), or measures them anew after the 
 the method holds fixed (SSRE) stay as they are. `map` goes further: what is teleported is the affine map that a layer
 is, by the statistics of the batches at hand, and the new map is told by theirs again, so that training goes on from the
 function that was teleported (see affine.py). The others leave it to training to make up for a weight that went back
-while the batches it is normalised by stayed.
+while the batches it is normalised by stayed. `layer` does as `map`, for a convolution and its norm together: their
+product goes back, by the convolution's S. The two differ little as long as filters keep their lengths; where some have
+nearly vanished, as in ResNet-18's last stage, slopes taken back by themselves explode (docs/findings.md).
 
 Algorithm 1 ends on a teleport wherever the interval divides the epochs, so that what is delivered has not trained
 since: `last="skip"` leaves that one out. It says nothing of the classifier, whose old rows have a past and are
@@ -22,8 +24,8 @@ teleported while the new ones stand still, which shifts the balance between old 
 teleports the backbone alone. (PODNet and LUCIR do not train their old rows, so there the two hardly differ.) The
 presets for photographs and networks trained from scratch do both. Three hosts have their own: PODNet, whose balanced
 stage follows the last teleport, keeps to the letter; PASS and FCS, which see new classes alone, do both with
-`batchnorm="map"`. Without a preset it is the letter. A teleport in another stage that `stages` names moves what the
-task has trained, a backbone that rests there too.
+`batchnorm="layer"` (on CIFAR-100 `"map"`). Without a preset it is the letter. A teleport in another stage that `stages`
+names moves what the task has trained, a backbone that rests there too.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.addons.affine import Affine, moments, norms_of, renormalise
+from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalise
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
 from incvec.ivt import IVT, scale
 
 LOOKS = 4  # batches whose statistics tell a map
+MAPS = ("map", "layer")  # ways of BatchNorm that take maps back
 
 
 class IVTOptions(Options):
@@ -48,7 +51,7 @@ class IVTOptions(Options):
     structure: Literal["diagonal", "kernel"] = "diagonal"
     first_fisher: Literal["batch", "sample"] = "batch"
     optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
-    batchnorm: Literal["keep", "interpolate", "recalibrate", "map"] = "keep"
+    batchnorm: Literal["keep", "interpolate", "recalibrate", "map", "layer"] = "keep"
     last: Literal["teleport", "skip"] = Field("teleport", description="after a stage's last epoch, where one is due")
     head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
     memory: Literal["device", "host"] = Field("device", description="where the anchor and Fbar lie")
@@ -196,7 +199,7 @@ class IVTAddOn(AddOn):
 
     def begin_task(self, task: Task) -> None:
         self._anchor()
-        if self.options.batchnorm in ("interpolate", "map"):
+        if self.options.batchnorm in ("interpolate", *MAPS):
             self.buffers = {name: buffer.clone() for name, buffer in self._statistics()}
 
     def _collects(self, stage: Stage) -> bool:
@@ -229,10 +232,10 @@ class IVTAddOn(AddOn):
             self.plugin.end_epoch()
         if self._teleports(task, stage, epoch):
             self._interpolate_statistics()
-            maps = self._teleported_maps(stage) if self.options.batchnorm == "map" else {}
-            self.plugin.teleport(self._left)
-            if maps:
-                renormalise(maps, self._look(stage))
+            if self.options.batchnorm in MAPS:
+                self._teleport_maps(stage)
+            else:
+                self.plugin.teleport(self._left)
             if self.options.optimiser_state == "reset" and optimiser is not None:
                 self._forget(optimiser)
 
@@ -272,10 +275,13 @@ class IVTAddOn(AddOn):
         return self.world.look(LOOKS) if stage.batchnorm == "train" else ()
 
     @torch.no_grad()
-    def _teleported_maps(self, stage: Stage) -> dict[Any, Affine]:
-        """By layer, the map it shall be: that of the anchor and S times the way to the one it trains as."""
-        found = {}
+    def _teleport_maps(self, stage: Stage) -> None:
+        """A teleport after which each layer is the map of the anchor and S times the way to the one it trains as."""
         present = moments(self._norms().values(), self._look(stage))
+        fed = feeding(self.method.model, self.world.look(1)) if self.options.batchnorm == "layer" else {}
+        names = {module: name for name, module in self.method.model.named_modules()}
+        maps: dict[Any, Affine] = {}
+        folded: dict[Any, tuple[str, Folded]] = {}
         for name, norm in self._norms().items():
             of_weight, of_bias = self._scale_of(f"{name}.weight"), self._scale_of(f"{name}.bias")
             if of_weight is None or of_bias is None:
@@ -286,8 +292,16 @@ class IVTAddOn(AddOn):
             old = Affine.of(weight, bias, mean, var, norm.eps)
             mean, var = present.get(norm, (norm.running_mean, norm.running_var))
             new = Affine.of(norm.weight, norm.bias, mean, var, norm.eps)
-            found[norm] = new.teleported(old, (of_weight, of_bias))
-        return found
+            maps[norm] = new.teleported(old, (of_weight, of_bias))
+            own = f"{names[fed[norm]]}.weight" if norm in fed else ""
+            if own in self.plugin.cumulative and own in self.plugin.fisher:
+                there = self.plugin.anchor[own].to(here)
+                folded[norm] = own, Folded(fed[norm].weight, there, new, old, of_weight)
+        self.plugin.teleport(self._left, {own: product.anchor for own, product in folded.values()})
+        for norm, (_, product) in folded.items():
+            maps[norm] = maps[norm]._replace(slope=product.part())
+        if maps:
+            renormalise(maps, self._look(stage))
 
     def end_stage(self, task: Task, stage: Stage) -> None:
         if stage.name == "ivt-fisher":

@@ -329,29 +329,31 @@ class IVT:
         return self.teleport()
 
     @torch.no_grad()
-    def teleport(self, leave: tuple[str, ...] = ()) -> bool:
+    def teleport(self, leave: tuple[str, ...] = (), towards: Mapping[str, Tensor] | None = None) -> bool:
         """theta <- anchor + S (theta - anchor), in place, by this epoch's F_t. Returns whether anything moved.
 
         The schedule calls it; so may the user. In the middle of an epoch it closes the epoch's sums, and the
         next step begins new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
 
         leave: parameters whose names begin so stay where they are; their F is collected all the same.
+        towards: by name, what stands in for the anchor this time: for a host that has told a parameter in other units.
         """
         self._require_task("teleport()")
         self._finalise()
+        anchor = {**self._anchor, **(towards or {})}
         current = float_parameters(self._model)
         known = [name for name in self._cumulative if name in self._fisher.seen and name in current]
         names = [name for name in known if not name.startswith(leave)]
         for name in names:
-            if current[name].shape != self._anchor[name].shape:
+            if current[name].shape != anchor[name].shape:
                 raise RuntimeError(
                     f"parameter {name!r} has shape {tuple(current[name].shape)}, but was anchored with "
-                    f"{tuple(self._anchor[name].shape)}: grow the model before begin_task(), not after"
+                    f"{tuple(anchor[name].shape)}: grow the model before begin_task(), not after"
                 )
         diagonal = [name for name in names if name not in self._kernels]
         rows = teleport_(
             [current[name] for name in diagonal],
-            [self._anchor[name] for name in diagonal],
+            [anchor[name] for name in diagonal],
             [self._cumulative[name] for name in diagonal],
             [self._fisher.sums[name] for name in diagonal],
         )
@@ -359,7 +361,7 @@ class IVT:
         for name in names:
             if name in self._kernels:
                 measured[name] = block_teleport_(
-                    current[name], self._anchor[name], self._cumulative[name], self._fisher.sums[name]
+                    current[name], anchor[name], self._cumulative[name], self._fisher.sums[name]
                 )
         self._statistics = [(name, current[name].numel(), measured[name]) for name in names]
         if self.optimizer_state == "reset":

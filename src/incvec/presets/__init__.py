@@ -1,8 +1,8 @@
 """The paper's settings as data, and how a run's configuration is put together from them.
 
 One YAML file for each method and add-on: a mapping from data set (`cifar100`, or `cifar100.authors` for a
-variant) to option values; an add-on's file may have `+podnet`, for one host on any data set. Layers, weakest first: the
-options' own defaults, the preset, the add-on's for its host, what the caller gave.
+variant) to option values; an add-on's file may have `+podnet`, for one host on any data set, and `cifar100+podnet`.
+Layers, weakest first: the options' own defaults, the preset, the add-on's for its host, what the caller gave.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def preset(component: str, dataset: str, variant: str = "paper", host: str | Non
     values = dict(content.get(dataset, {}))
     if variant != "paper":
         values |= content.get(f"{dataset}.{variant}", {})
-    return values | content.get(f"+{host}", {})
+    return values | content.get(f"+{host}", {}) | content.get(f"{dataset}+{host}", {})
 
 
 def presets() -> list[dict[str, str]]:
@@ -76,8 +76,9 @@ def presets() -> list[dict[str, str]]:
         for key in preset_file(component):
             dataset, _, variant = key.partition(".")
             name = "-".join(part for part in (component, dataset, variant) if part)
-            if key.startswith("+"):
-                name, dataset = component + key, f"any with {key[1:]}"
+            if "+" in key:
+                where, _, host = key.partition("+")
+                name, dataset = component + key if not where else f"{component}-{key}", f"{where or 'any'} with {host}"
             rows.append({"name": name, "component": component, "dataset": dataset, "variant": variant or "paper"})
     return rows
 
