@@ -213,6 +213,8 @@ def test_a_data_set_in_place_of_another() -> None:
     assert row_of(lines, "| podnet | paper |")[3:6] == ["50.00", "not run", "not run"]
     assert row_of(lines, "| podnet | short |")[3:8] == ["40.00", "43.50", "+3.50", "+0.95", "+1.36"]
     assert row_of(lines, "| podnet | short |")[8] == ""  # ours on CIFAR-100
+    assert "not run" in row_of(lines, "| mrfa | paper |")
+    assert not any("mrfa | short" in line for line in lines)  # not missed where it was not run
     more = stand_in("tiny-imagenet-100", content, [*records, record(0, 60.0), record(0, 61.25, "ivt")])
     assert row_of(more, "| host |")[5:9] == [
         "AA gain",
