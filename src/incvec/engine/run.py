@@ -112,7 +112,7 @@ class Run:
     def _events(self) -> Generator[ev.Event, None, None]:
         if self.record_path.exists():
             record = read_record(self.record_path)
-            checkpoints.check_finished(self.config, record, self.record_path)
+            checkpoints.check_finished(self.config, self.dataset, record, self.record_path)
             yield ev.Finished(record, str(self.record_path), already=True)
             return
         try:
@@ -132,7 +132,7 @@ class Run:
             yield from self._reach_base()
             if self.record_path.exists():  # another process has done it while this one waited for its base
                 record = read_record(self.record_path)
-                checkpoints.check_finished(self.config, record, self.record_path)
+                checkpoints.check_finished(self.config, self.dataset, record, self.record_path)
                 yield ev.Finished(record, str(self.record_path), already=True)
                 return
             while self.position[0] < len(self.parts.tasks):
