@@ -45,6 +45,7 @@ STREAMS = {
 }
 # Work on an image in the base task and in an increment, the plain network's forward and backward pass being 1: counted
 # operations of a step (MRFA's by hand: one more pass to the maps, and a teacher). Rotations make four images of one.
+# Heads are not in it: FCS's grows with the square of a task's classes, see docs/scale.md.
 WORK = {"podnet": (1.0, 1.33), "mrfa": (1.0, 2.0), "pass": (4.0, 5.3), "fcs": (9.3, 12.0)}
 
 
