@@ -146,6 +146,16 @@ def test_presets_of_ones_own_images(method: str) -> None:
             assert own == {**like, "net": own["net"]}
 
 
+@pytest.mark.parametrize("addon", ["ivt", "eopc"])
+@pytest.mark.parametrize("dataset", ["packed", "folder"])
+def test_addons_take_ones_own_images_as_the_subset(addon: str, dataset: str) -> None:
+    own, like = (
+        resolve({"method": "podnet", "addons": [addon], "dataset": name}).sections[addon]
+        for name in (dataset, "imagenet-subset")
+    )
+    assert own == like
+
+
 def test_sweeps_of_the_large_data_sets() -> None:
     assert {"imagenet-subset", "tiny-imagenet"} <= set(sweeps())
     assert len(plan("tiny-imagenet", [])) == 8
