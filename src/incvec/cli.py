@@ -61,7 +61,10 @@ class Commands(TyperGroup):
             if not is_left(error):
                 raise
             if prints():
-                complain("another process of this run has ended, for the reason it gives; so this one ends too.")
+                complain(
+                    "another process of this run has ended, for the reason it gives (one that was killed gives none); "
+                    "so this one ends too. Start the same command again to go on."
+                )
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped; run the same command again to go on")
             raise typer.Exit(STOPPED) from None
