@@ -45,6 +45,7 @@ STREAMS = {
 }
 # Work on an image in the base task and in an increment, the plain network's forward and backward pass being 1: counted
 # operations of a step (MRFA's by hand: one more pass to the maps, and a teacher). Rotations make four images of one.
+# Heads are not in it: FCS's grows with the square of a task's classes, see docs/scale.md.
 WORK = {"podnet": (1.0, 1.33), "mrfa": (1.0, 2.0), "pass": (4.0, 5.3), "fcs": (9.3, 12.0)}
 
 
@@ -65,9 +66,13 @@ def work(method: str, dataset: str, variant: str = "paper") -> tuple[float, floa
     return base * WORK[method][0], later * WORK[method][1]
 
 
-def store_bytes(dataset: str) -> float:
+def images_packed(dataset: str) -> float:
     stream = STREAMS[dataset]
-    return stream.classes * (stream.images + stream.tests) * 3 * stream.side**2
+    return stream.classes * (stream.images + stream.tests)
+
+
+def store_bytes(dataset: str) -> float:
+    return images_packed(dataset) * 3 * STREAMS[dataset].side ** 2
 
 
 class Rates(NamedTuple):
@@ -122,17 +127,33 @@ def _beside(side: int, content: dict[str, Any]) -> str:
 
 
 def _told(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 0.995 else f"{60 * hours:.0f} min"
+    return (
+        f"{hours:.1f} h" if hours >= 0.995 else f"{60 * hours:.0f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
+    )
 
 
-def tables(rates: Rates) -> list[str]:
-    lines = ["| data set | seen at | store | a run shows the network | of that, base task |", "|---|---|---|---|---|"]
+def tables(rates: Rates, measured: dict[str, Any]) -> list[str]:
+    """What packing (as measured by benchmarks/packing.py) and runs take."""
+    pack = measured["images_per_second"]["pack"]
+    lines = [
+        f"| data set | seen at | store | packing, {measured['cores']} cores | a run shows the network "
+        "| of that, base task |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, stream in STREAMS.items():
         base, later = images_trained("podnet", name)
         lines.append(
-            f"| {name} | {stream.seen} | {store_bytes(name) / 1e9:.1f} GB | {(base + later) / 1e6:.1f} M images "
-            f"(podnet, {stream.increments} increments) | {base / (base + later):.0%} |"
+            f"| {name} | {stream.seen} | {store_bytes(name) / 1e9:.1f} GB | {_told(images_packed(name) / pack / 3600)} "
+            f"| {(base + later) / 1e6:.1f} M images (podnet, {stream.increments} increments) "
+            f"| {base / (base + later):.0%} |"
         )
+    reads, writes = pack * measured["bytes_an_image"] / 1e9, pack * 3 * measured["size"] ** 2 / 1e9
+    lines += [
+        "",
+        f"Packing at the {pack:,.0f} images/s above, with images of {measured['bytes_an_image'] / 1000:.0f} KB brought",
+        f"to {measured['size']} x {measured['size']} and a disk that reads {reads:.1f} and writes {writes:.1f} GB/s; "
+        "smaller images take less.",
+    ]
     lines += ["", "Hours of one run without IVT, the base task included; with IVT the base task is shared:", ""]
     lines += ["| data set | method | passes of the plain network | 1 GPU | 8 GPUs |", "|---|---|---|---|---|"]
     for name, stream in STREAMS.items():
@@ -179,7 +200,7 @@ def between(document: str, marks: tuple[str, str], lines: Sequence[str]) -> str:
 
 def written(document: str, rates: Rates, measured: dict[str, Any]) -> str:
     """The document with the tables, and with how fast packing is, between their marks."""
-    return between(between(document, PACKING_MARKS, packing(measured)), MARKS, tables(rates))
+    return between(between(document, PACKING_MARKS, packing(measured)), MARKS, tables(rates, measured))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -202,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     measured = json.loads(given.packing.read_text())
     if given.write is None:
-        print("\n".join([*packing(measured), "", *tables(rates)]))
+        print("\n".join([*packing(measured), "", *tables(rates, measured)]))
         return
     document = given.write.read_text()
     if not rates.by_side and UNMEASURED not in document:

@@ -37,6 +37,9 @@ def test_scale_tells_every_row_and_ratio(program: Callable[[str], Any], tmp_path
     assert content["ratios"].keys() >= {"streamed over resident, 32", "streamed over plain loop, 32"}
 
 
+PACKING = {"cores": 4, "size": 500, "bytes_an_image": 1_000_000, "images_per_second": {"pack": 200.0}}
+
+
 def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Path) -> None:
     cost = program("imagenet_cost")
     # Counted by hand: 50 classes x 500 images, then 10 classes each and 20 exemplars of each class before.
@@ -51,7 +54,14 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
     rows += [{**line, "method": "podnet", "images_per_second": 1.0} for line in rows[:2]]  # measured on request
     place = {"device_type": "cuda", "device": "NVIDIA H200"}
     file.write_text(json.dumps({"rows": rows, "environment": place, "cores": 16}))
-    lines = cost.tables(cost.read_rates([file]))
+    lines = cost.tables(cost.read_rates([file]), PACKING)
+    assert "packing, 4 cores" in lines[0]
+    told = {line.split(" | ")[0]: line.split(" | ")[3] for line in lines[2:5]}
+    # 55,000, 133,856 and 1,331,167 images at 200 a second
+    assert told == {"| tiny-imagenet-100": "5 min", "| imagenet-subset": "11 min", "| imagenet": "1.8 h"}
+    assert "reads 0.2 and writes 0.1 GB/s" in "\n".join(lines)  # 200 x 1 MB, 200 x 3 x 500 x 500 bytes
+    quick = cost.tables(cost.Rates({}), PACKING | {"images_per_second": {"pack": 5500.0}})
+    assert "| 10 s |" in quick[2]
     (line,) = [line for line in lines if line.startswith("| imagenet | pass |")]
     base, later = 100 * 500 * 1281.167, 100 * 500 * 1281.167
     hours = (4 * base + 5.3 * later) / 5000 / 3600
@@ -114,13 +124,15 @@ def test_hours_are_not_written_over_without_rates(
     cost = program("imagenet_cost")
     page, none = tmp_path / "scale.md", str(tmp_path / "none.json")
     document = (FOLDER.parent / "docs" / "scale.md").read_text()
-    page.write_text(cost.between(document, cost.MARKS, cost.tables(cost.Rates({64: 20_000.0}, "a GPU"))))
+    page.write_text(cost.between(document, cost.MARKS, cost.tables(cost.Rates({64: 20_000.0}, "a GPU"), PACKING)))
     before = page.read_text()
     with pytest.raises(SystemExit):
         cost.main(["--rates", none, "--write", str(page)])
     assert "none.json has no rates" in capsys.readouterr().err
     assert page.read_text() == before
-    page.write_text(cost.between(document, cost.MARKS, cost.tables(cost.Rates({}))))  # nothing measured, nothing lost
+    page.write_text(
+        cost.between(document, cost.MARKS, cost.tables(cost.Rates({}), PACKING))
+    )  # nothing measured, nothing lost
     cost.main(["--rates", none, "--write", str(page)])
     with pytest.raises(SystemExit):
         cost.main(["--packing", none, "--write", str(page)])

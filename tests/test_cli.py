@@ -30,6 +30,7 @@ from incvec.engine.run import Run
 from incvec.presets import resolve
 from incvec.progress import Lines, Screen, follow
 from tests.conftest import same_record
+from tests.data.pictures import make_root, make_store
 
 SHORT = ["--set", "podnet.net=tiny", "--set", "podnet.epochs=1", "--set", "podnet.balance_epochs=1"]
 PODNET = ["run", "--method", "podnet", "--dataset", "digits", *SHORT]
@@ -129,6 +130,32 @@ def test_a_run_begun_at_its_own_base_is_done_too(tmp_path: Path) -> None:
         result = incvec_(*short, tmp_path / "second", *given)
         assert result.exit_code == 0, result.output
     assert "done already" in result.stdout
+
+
+SHRINKING = """
+import incvec.__main__
+from incvec.data.packed import PackedImages
+original = PackedImages.gather
+def gather(self, rows, out):
+    self._map(0)
+    with open(self.shards[0][0], "r+b") as file:
+        file.truncate(0)
+    original(self, rows, out)
+PackedImages.gather = gather
+incvec.__main__.main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
+def test_a_store_that_shrinks_while_it_is_read_is_told_of(tmp_path: Path) -> None:
+    """The kernel ends the process, so what can be said is where it was."""
+    store = make_store(make_root(tmp_path / "images"), tmp_path / "store", 64).root
+    command = ["run", "--method", "finetune", "--dataset", "packed", "--data-root", store, "--set", "finetune.net=tiny"]
+    command += ["--set", "base_classes=0", "--tasks", "3", "--out", tmp_path / "run"]
+    done = subprocess.run([sys.executable, "-c", SHRINKING, *map(str, command)], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr
+    assert re.search(r"packed\.py.* in gather", done.stderr)
 
 
 class Interrupted(Run):

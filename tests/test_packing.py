@@ -10,9 +10,10 @@ from typer.testing import CliRunner, Result
 
 from incvec import cli, packing
 from incvec.config import RunConfig
+from incvec.data.packed import open_store
 from incvec.presets import preset_file, resolve
 from incvec.sweeping import plan, sweeps
-from tests.data.pictures import make_root
+from tests.data.pictures import make_root, make_store
 
 
 def incvec_(*arguments: str | Path) -> Result:
@@ -103,7 +104,8 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
     assert own["net"].startswith("resnet18")
     kind = "resnet18-64" if dataset == "tiny-imagenet-100" else "resnet18"
     assert own["net"] == kind + {"podnet": "-podnet", "lucir": "-lucir"}.get(method, "")  # their missing ReLUs
-    assert (own["brightness"] > 0) == (method == "podnet")
+    jitters = method == "podnet" or (method, dataset) == ("mrfa", "imagenet")  # as their authors have it
+    assert own["brightness"] == (63 / 255 if jitters else 0.0)
     assert (own["batch_size"], own["memory"]) == (128, 20)
     exemplars = method in ("podnet", "mrfa", "lucir", "icarl")
     assert own["epochs"] == (90 if exemplars else 100)
@@ -111,6 +113,25 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
     assert own["lr"] == (0.1 if exemplars else 1e-3)
     if "ivt" in config.sections:
         assert config.sections["ivt"]["interval"] == 10
+
+
+def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> None:
+    """A store packed again from other images has other results; without images at hand nothing is asked."""
+    stores = [
+        make_store(make_root(tmp_path / str(n), classes=2, train=n, test=1), tmp_path / f"s{n}").root for n in (4, 5)
+    ]
+    command = ["run", "--method", "finetune", "--dataset", "packed", "--set", "finetune.net=tiny", "--tasks", "2"]
+    command += ["--set", "base_classes=0", "--set", "finetune.epochs=1", "--set", "finetune.batch_size=4"]
+    command += ["--out", str(tmp_path / "run"), "--data-root"]
+    assert incvec_(*command, stores[0]).exit_code == 0
+    for root in (stores[0], tmp_path / "gone"):
+        assert "done already" in incvec_(*command, root).stdout
+    refused = incvec_(*command, stores[1])
+    assert refused.exit_code == 1
+    told = " ".join(refused.stderr.split())
+    given, expected = (open_store(store).fingerprint[:8] for store in reversed(stores))
+    assert f"other images of packed (their fingerprint begins with {expected}) than are given ({given})" in told
+    assert "choose another --out" in told
 
 
 @pytest.mark.parametrize("method", [*METHODS, "finetune", "replay", "joint"])
@@ -124,6 +145,16 @@ def test_presets_of_ones_own_images(method: str) -> None:
         if method in METHODS:
             like = resolve({"method": method, "dataset": "imagenet-subset"}).sections[method]
             assert own == {**like, "net": own["net"]}
+
+
+@pytest.mark.parametrize("addon", ["ivt", "eopc"])
+@pytest.mark.parametrize("dataset", ["packed", "folder"])
+def test_addons_take_ones_own_images_as_the_subset(addon: str, dataset: str) -> None:
+    own, like = (
+        resolve({"method": "podnet", "addons": [addon], "dataset": name}).sections[addon]
+        for name in (dataset, "imagenet-subset")
+    )
+    assert own == like
 
 
 def test_sweeps_of_the_large_data_sets() -> None:

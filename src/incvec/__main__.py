@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,8 @@ def command() -> str:
 
 def main() -> None:
     """Run the command line and exit with its status."""
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a mapped file that cannot be read ends the process: say where
     try:
         from incvec.cli import app
 

@@ -5,6 +5,7 @@ A command resolves its configuration, hands it to the engine and shows what come
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from incvec.engine.events import Event
 from incvec.engine.ranks import is_left, prints, several, start
 from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
-from incvec.errors import ConfigError, IncvecError, check_out
+from incvec.errors import ConfigError, DataError, IncvecError, check_out
 from incvec.lab.commands import app as lab_app
 from incvec.methods import METHODS, find_method
 from incvec.nets import backbones
@@ -60,7 +61,10 @@ class Commands(TyperGroup):
             if not is_left(error):
                 raise
             if prints():
-                complain("another process of this run has ended, for the reason it gives; so this one ends too.")
+                complain(
+                    "another process of this run has ended, for the reason it gives (one that was killed gives none); "
+                    "so this one ends too. Start the same command again to go on."
+                )
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped; run the same command again to go on")
             raise typer.Exit(STOPPED) from None
@@ -200,7 +204,7 @@ def run(
     folder = out if out is not None else Path("runs") / run_name(resolved)
     check_out(folder, "a run")
     console = Console(quiet=not prints())
-    record = finished(resolved, folder)
+    record = finished(resolved, folder, data_root)
     if record is not None:
         console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False, markup=False)
     else:
@@ -247,13 +251,19 @@ def resolve_tree(tree: dict[str, Any]) -> RunConfig:
     return resolve(tree)
 
 
-def finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
-    """The record of a run that is done, so that saying so needs no data; None where it is not."""
+def finished(config: RunConfig, folder: Path, data_root: Path | None) -> dict[str, Any] | None:
+    """The record of a run that is done; None where it is not.
+
+    Saying so needs no data, but those that are given have to be those it was trained on.
+    """
     file = folder / "record.json"
     if not file.exists():
         return None
-    record = read_record(file)
-    check_finished(config, record, file)
+    record, data = read_record(file), None
+    if data_root is not None:
+        with contextlib.suppress(DataError):
+            data = load_dataset(config.dataset, data_root, **config.data_options())
+    check_finished(config, data, record, file)
     return record
 
 

@@ -263,18 +263,55 @@ print((means * 255).round().int().tolist())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_a_store_larger_than_memory_is_read(tmp_path):
-    """The process may have half of the store's size in memory beside what it needs to be there at all."""
+TRAINED = """
+import json, resource, sys, threading
+from pathlib import Path
+import torch
+from incvec.data import StreamedSource, load_dataset
+from incvec.engine.run import Run, finish
+from incvec.presets import resolve
+torch.set_num_threads(1)
+threading.stack_size(1 << 20)  # else a machine of many cores has more stacks than images
+data = load_dataset("packed", sys.argv[1], size=8, placement="streamed")
+own = {"net": "tiny", "epochs": 1, "balance_epochs": 1, "batch_size": 2, "memory": 10, "proxies": 2}
+tasks = {"base_classes": 2, "tasks": 1, "image_size": 8, "placement": "streamed", "device": "cpu"}
+run = Run(resolve({"method": "podnet", "dataset": "packed", "podnet": own, **tasks}), data, Path(sys.argv[2]))
+used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData:")) * 1024
+limit = used + data.train_images.nbytes
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+record = finish(run)
+assert isinstance(run.parts.world.train, StreamedSource) and isinstance(run.parts.test, StreamedSource)
+print(json.dumps(record["test_counts"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def great(tmp_path_factory):
+    """A store of 192 MB to train on and 77 MB to test on, four classes in shades of grey."""
     from PIL import Image
 
-    for label in range(2):
-        for i in range(50):
-            grey = Image.new("L", (2, 2), 100 * label + 2 * i)
-            save(grey, tmp_path / "images" / "train" / f"n{label:08d}" / f"{i:03d}.png")
-        save(grey, tmp_path / "images" / "val" / f"n{label:08d}" / "0.png")
-    store = make_store(tmp_path / "images", tmp_path / "store", 800, shard_bytes=1 << 26)
+    folder = tmp_path_factory.mktemp("great")
+    for label in range(4):
+        for part, count in (("train", 25), ("val", 10)):
+            for i in range(count):
+                grey = Image.new("L", (2, 2), 50 * label + 2 * i)
+                save(grey, folder / "images" / part / f"n{label:08d}" / f"{i:03d}.png")
+    store = make_store(folder / "images", folder / "store", 800, shard_bytes=1 << 26)
     assert store.images("train")[0].nbytes > 190e6
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(store.root)], capture_output=True, text=True)
+    return store.root
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        pytest.param(LIMITED, [2 * i for i in range(100)], id="read"),
+        pytest.param(TRAINED, [20, 20], id="trained", marks=pytest.mark.slow),  # herded and evaluated, too
+    ],
+)
+def test_a_store_larger_than_memory(great, tmp_path, program, said):
+    """The process may have a part of the store's size in memory beside what it needs to be there at all."""
+    words = [sys.executable, "-c", program, str(great), str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str([2 * i for i in range(100)])
+    assert done.stdout.strip() == str(said)

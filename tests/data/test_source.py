@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from incvec.contracts import Source
-from incvec.data.source import ImageSource
+from incvec.data.source import ImageSource, chunk
 from incvec.data.views import Views
 
 
@@ -104,3 +104,13 @@ def test_wrong_rows_are_refused(source, images, labels):
 def test_appended_images_must_have_the_sources_shape(source):
     with pytest.raises(ValueError, match=r"\[3, 5, 5\]"):
         source.append(torch.zeros(1, 3, 5, 5, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+
+
+def test_large_images_come_in_smaller_chunks():
+    """Evaluation and features take 500 rows, or 64 MiB of float32 where these would be more."""
+
+    def of(side):
+        images = torch.zeros(1, 3, side, side, dtype=torch.uint8)
+        return chunk(ImageSource(images, torch.zeros(1, dtype=torch.int64), Views(0, False, 0.0, (0.5,) * 3, (1,) * 3)))
+
+    assert [of(side) for side in (8, 32, 64, 256, 3000)] == [500, 500, 500, 85, 1]

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from incvec.methods import METHODS
 from incvec.nets.resnet import Norm
 from incvec.presets import resolve
 from tests.conftest import quick, weights
+from tests.data.pictures import make_root, make_store
 
 ROOT = Path(__file__).parents[2]
 STILL = {"brightness": 0.0}
@@ -45,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ivt measured": quick("replay", "ivt", replay=STILL, ivt={"first_fisher": "sample", "batchnorm": "recalibrate"}),
     # (Of seed 0 a unit lies so close to its ReLU's kink that rounding decides whether it has a gradient.)
     "ivt maps": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "map"}, seed=1),
+    "streamed": quick("replay", "ivt", replay={**STILL, "batch_size": 8}, dataset="packed", placement="streamed"),
 }
 # The others run through: what acts on local batches or draws ends elsewhere, but on both ranks at the same place.
 OTHERS = {
@@ -64,6 +68,13 @@ def still(digits: Dataset) -> Dataset:
         test_images=digits.test_images[test], test_labels=digits.test_labels[test],
         class_names=digits.class_names[:6], fingerprint="still digits", pad=0, flip=False,
     )  # fmt: skip
+
+
+def still_store(out: Path) -> Dataset:
+    """Six classes of a packed store, which is made the first time, in views that draw nothing."""
+    if not (out / "store").exists():
+        make_store(make_root(out / "images", classes=6, train=12, test=3), out / "store", 12)
+    return replace(load_dataset("packed", out / "store", placement="streamed"), pad=0, flip=False)
 
 
 class Broken(Exception):
@@ -117,13 +128,16 @@ def work(out: Path) -> None:
 
     files.write_bytes = counted
     sys.modules["incvec.engine.run"].write_bytes = counted  # type: ignore[attr-defined]
-    data = still(load_dataset("digits"))
+    data = {"digits": still(load_dataset("digits")), "packed": still_store(out)}
 
     def make(name: str, given: dict[str, Any], bases: Path | None = None) -> Run:
-        return Run(resolve(given), data, out / "two" / name, bases, ranks)
+        return Run(resolve(given), data[given["dataset"]], out / "two" / name, bases, ranks)
 
+    told["sources"] = {}
     for name, given in CASES.items():
-        told[name] = finish(make(name, given))
+        run = make(name, given)
+        told[name] = finish(run)
+        told["sources"][name] = [type(source).__name__ for source in (run.parts.world.train, run.parts.test)]
     record_run(told, make("local", {**CASES["podnet+ivt"], "sync_batchnorm": False}))
     for name, given in OTHERS.items():
         run = make(name, given)
@@ -190,10 +204,11 @@ def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
 @pytest.fixture(scope="module")
 def left(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs of one process, those of two, and what the two told."""
-    out, data = tmp_path_factory.mktemp("ranks"), still(digits)
+    out = tmp_path_factory.mktemp("ranks")
+    data = {"digits": still(digits), "packed": still_store(out)}
     for name, given in CASES.items():
-        finish(Run(resolve(given), data, out / "one" / name))
-    break_off(Run(resolve(CASES["podnet+ivt"]), data, out / "two" / "one then two"), task=1, epoch=1)
+        finish(Run(resolve(given), data[given["dataset"]], out / "one" / name))
+    break_off(Run(resolve(CASES["podnet+ivt"]), data["digits"], out / "two" / "one then two"), task=1, epoch=1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
     process = subprocess.Popen(
@@ -237,6 +252,14 @@ def test_two_ranks_end_where_one_ends(case: str, left: Path) -> None:
     assert one["correct"] == two["correct"]
     for a, b in zip(one["losses"], two["losses"], strict=True):
         assert a["terms"] == {name: pytest.approx(values, rel=1e-3, abs=1e-4) for name, values in b["terms"].items()}
+
+
+@pytest.mark.slow
+def test_each_rank_streams_its_own_rows(left: Path) -> None:
+    for rank in (0, 1):
+        sources = told(left, rank)["sources"]
+        assert sources["streamed"] == ["StreamedSource"] * 2
+        assert sources["finetune"] == ["ImageSource"] * 2
 
 
 @pytest.mark.slow
@@ -294,8 +317,8 @@ def test_evaluation_is_gathered(left: Path, digits: Dataset) -> None:
     assert told(left, 0)["evaluation"] == told(left, 1)["evaluation"] == alone
 
 
-def two_commands(*arguments: str | Path) -> list[tuple[int, str]]:
-    """Exit status and error output of each of two ranks of one command."""
+def two_commands(*arguments: str | Path, killed_at: Path | None = None) -> list[tuple[int, str]]:
+    """Exit status and error output of each of two ranks of one command; the second is killed once a file is there."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -310,6 +333,10 @@ def two_commands(*arguments: str | Path) -> list[tuple[int, str]]:
         for rank in range(2)
     ]  # fmt: skip
     try:
+        while killed_at is not None and not killed_at.exists() and ranks[0].poll() is None:
+            time.sleep(0.01)
+        if killed_at is not None:
+            ranks[1].kill()
         errors = [rank.communicate(timeout=90)[1] for rank in ranks]
     finally:
         for rank in ranks:
@@ -331,6 +358,17 @@ def test_what_the_first_rank_finds_wrong_is_told_by_it_alone(tmp_path: Path) -> 
     assert "divides by 2" in odd[0][1]
     assert missing[1][1] == odd[1][1] == ""
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_killed_says_nothing_so_the_first_does(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = ("run", "--method", "podnet", "--device", "cpu", "--out", out, "--set", "podnet.epochs=500")
+    first, second = two_commands(*command, killed_at=out / "checkpoint.safetensors")
+    assert (first[0], second[0]) == (1, -signal.SIGKILL)
+    assert "one that was killed gives none" in first[1]
+    assert "Start the same command again" in first[1]
+    assert "Traceback" not in first[1]
 
 
 def test_the_first_rank_speaks_for_all() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from incvec.data import Dataset
 from incvec.engine import checkpoints
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
+from incvec.errors import CheckpointError
 from incvec.methods import METHODS, find_method
 from incvec.presets import resolve
 from tests.conftest import make_run, quick, same_record, same_weights
@@ -245,3 +247,16 @@ def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monk
         else:
             pytest.fail("the run never came to its end")
     same_record(again, record)
+
+
+@pytest.mark.usefixtures("save_always")
+@pytest.mark.parametrize("done", [True, False])
+def test_other_images_are_refused(done: bool, few: Dataset, tmp_path: Path) -> None:
+    """In a folder whose run is done, and in one whose run was broken off."""
+    run = make_run(few, tmp_path, quick("finetune"))
+    assert break_after(run, 1000 if done else 8) is done
+    assert run.record_path.exists() is done
+    assert run.checkpoint_path.exists() is not done
+    other = replace(few, fingerprint="seven digits")
+    with pytest.raises(CheckpointError, match=r"begins with few digi\) than are given \(seven di\)\. .*another --out"):
+        finish(make_run(other, tmp_path, quick("finetune")))

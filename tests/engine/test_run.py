@@ -11,7 +11,7 @@ import torch
 
 from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Schedule, Stage, Task
-from incvec.data import Dataset
+from incvec.data import Dataset, source
 from incvec.engine import evaluate
 from incvec.engine.losses import History, read_terms
 from incvec.methods.finetune import Finetune
@@ -67,7 +67,7 @@ def test_the_padding_of_the_last_chunk_counts_for_nothing(
     whole = evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task)
     assert sum(whole["cnn"]) > 0
     for chunk in range(2, 12):
-        monkeypatch.setattr(evaluate, "CHUNK", chunk)
+        monkeypatch.setattr(source, "CHUNK", chunk)
         assert evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task) == whole
 
 

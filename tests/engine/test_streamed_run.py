@@ -62,6 +62,18 @@ def test_the_record_says_what_the_data_is(store: Path, tmp_path: Path) -> None:
     assert record["data"]["class_list"] is None
 
 
+def test_a_network_for_larger_images_is_told_of(store: Path, large: Path, tmp_path: Path) -> None:
+    """Images of 12 x 12 under the network that the preset of a packed store has, whose stride is 32."""
+    given = quick("finetune", finetune={"batch_size": 8, "epochs": 1, "net": "resnet18"}, stop_after=1)
+    notices = finish(run(store, tmp_path / "small", "resident", given))["engine"]["notices"]
+    assert notices == [
+        "of images of 12 x 12 the last maps of resnet18 are 1 x 1; resnet18-cifar is for smaller images "
+        "(--set finetune.net=resnet18-cifar)"
+    ]
+    notices = finish(run(large, tmp_path / "large", "resident", {**given, "tasks": 1}))["engine"]["notices"]
+    assert notices == []
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", ["padded", "resized"])

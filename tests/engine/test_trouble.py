@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,6 +116,12 @@ def test_what_means_full() -> None:
     assert trouble.is_full(torch.OutOfMemoryError("x"))
     assert trouble.is_full(RuntimeError("CUDA error: out of memory"))
     assert trouble.is_full(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert trouble.is_full(caught.value)
+    with pytest.raises(MemoryError) as numpys:
+        np.empty(1 << 60, np.uint8)
+    assert trouble.is_full(numpys.value)
     assert not trouble.is_full(RuntimeError("out of resource: shared memory"))
     assert not trouble.is_full(OSError("out of memory"))
     wrapped = RuntimeError("backend='inductor' raised")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from incvec.errors import ConfigError
-from incvec.nets import BACKBONES, Backbone, Norm, Residual, backbones, build_backbone
+from incvec.nets import BACKBONES, Backbone, Norm, Residual, backbones, build_backbone, finer
 
 SMALL = ["resnet32-rebuffi", "resnet32-lucir", "resnet32-icarl", "resnet32-pycil", "small", "tiny"]
 LARGE = [name for name in BACKBONES if name not in SMALL]
@@ -53,6 +53,32 @@ def count(module: nn.Module) -> int:
 def test_parameter_counts(name: str, parameters: int) -> None:
     with torch.device("meta"):
         assert count(Backbone(BACKBONES[name])) == parameters
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet18-64", "resnet18-cifar", "resnet32-pycil", "tiny"])
+@pytest.mark.parametrize("side", [33, 64])
+def test_the_side_of_the_last_maps(name: str, side: int) -> None:
+    with torch.device("meta"):
+        maps = Backbone(BACKBONES[name])(torch.zeros(1, 3, side, side)).maps
+    assert maps[-1].shape[-1] == BACKBONES[name].last_side(side)
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "other"),
+    [
+        ("resnet18", 224, None),
+        ("resnet18", 112, None),  # 4 x 4
+        ("resnet18", 96, "resnet18-64"),  # 3 x 3
+        ("resnet18-podnet", 64, "resnet18-64-podnet"),
+        ("resnet18-lucir", 64, "resnet18-64-lucir"),
+        ("resnet18-64", 64, None),
+        ("resnet18", 32, "resnet18-cifar"),
+        ("resnet18-podnet", 32, "resnet18-64-podnet"),  # 2 x 2, which is more than 1 x 1
+        ("small", 8, None),  # 2 x 2, but there is no other
+    ],
+)
+def test_a_network_for_smaller_images(name: str, side: int, other: str | None) -> None:
+    assert finer(name, side) == other
 
 
 def test_small_networks_are_small() -> None:

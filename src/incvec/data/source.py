@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from incvec.contracts import Batch
+from incvec.contracts import Batch, Source
 from incvec.data.views import Views
+
+CHUNK = 500  # rows a launch where nothing is trained
+CHUNK_BYTES = 1 << 26  # of them at most, as float32 at the stored size: 500 rows of 64 x 64, 85 of 256 x 256
+
+
+def chunk(source: Source) -> int:
+    """Rows to fetch at a time for evaluation and features: one number, so that a compiled network is compiled once."""
+    return max(1, min(CHUNK, CHUNK_BYTES // (4 * math.prod(getattr(source, "row", ())))))
 
 
 class ImageSource:
@@ -18,6 +27,7 @@ class ImageSource:
     """
 
     labels: Tensor
+    row: tuple[int, ...]  # shape of an image as it is stored
 
     def __init__(
         self,
@@ -30,6 +40,7 @@ class ImageSource:
         _check_rows(images, labels)
         where = images.device if device is None else torch.device(device)
         self.images = images.to(where).contiguous()
+        self.row = tuple(images.shape[1:])
         self.labels = labels.to(where).contiguous()
         self.views = views.to(where)
         self.channels_last = self.views.channels_last = channels_last

@@ -100,13 +100,21 @@ def check_config(config: RunConfig, saved: Mapping[str, Any], where: Path) -> No
         )
 
 
+def check_images(dataset: Dataset, saved: str, where: Path) -> None:
+    if saved != dataset.fingerprint:
+        raise CheckpointError(
+            f"{where} was made with other images of {dataset.name} (their fingerprint begins with {saved[:8]}) than "
+            f"are given ({dataset.fingerprint[:8]}). Give the data root it was made with, or choose another --out to "
+            "train on these."
+        )
+
+
 def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any], where: Path) -> str:
     """Refuse a checkpoint of another run; returns what is worth saying about one that is accepted."""
     if meta.get("kind") != "checkpoint":
         raise CheckpointError(f"{where} is no checkpoint but a {meta.get('kind')}; move it away to start anew.")
     check_config(config, meta["config"], where)
-    if meta["fingerprint"] != dataset.fingerprint:
-        raise CheckpointError(f"{where} was made with other images; move it away to start anew.")
+    check_images(dataset, meta["fingerprint"], where)
     if meta["code"] != code_version(config.method):
         return "the program has changed since the checkpoint this run goes on from"
     return ""
@@ -165,12 +173,17 @@ def check_start(
         )
 
 
-def check_finished(config: RunConfig, record: Mapping[str, Any], where: Path) -> None:
-    """A record is the run's own; `start` is not among its settings where it began at its own base."""
+def check_finished(config: RunConfig, dataset: Dataset | None, record: Mapping[str, Any], where: Path) -> None:
+    """A record is the run's own; `start` is not among its settings where it began at its own base.
+
+    Which images it was made with is asked where there is a data set to compare with.
+    """
     saved, base = dict(record.get("config", {})), record.get("base", {})
     if base.get("shared") and base.get("snapshot") == config.start:
         saved["start"] = config.start
     check_config(config, saved, where)
+    if dataset is not None and "data_fingerprint" in record:  # early ones lack it
+        check_images(dataset, record["data_fingerprint"], where)
 
 
 def is_own_base(config: RunConfig, parts: Parts, meta: Mapping[str, Any]) -> bool:

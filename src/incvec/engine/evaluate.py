@@ -10,9 +10,8 @@ from torch import Tensor
 
 from incvec.contracts import AddOn, Method, Source, Task, World
 from incvec.data.gaussians import FeatureSource
+from incvec.data.source import chunk
 from incvec.engine.ranks import ALONE, Ranks
-
-CHUNK = 500
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def correct_by_class(
     if kept is not None:
         test, score = encoded(method, world, test, rows, kept if len(share) else []), method.classify
         rows = torch.arange(len(rows), device=rows.device)
-    size = CHUNK if world.device.type == "cuda" else min(CHUNK, len(rows))
+    size = chunk(test) if world.device.type == "cuda" else min(chunk(test), len(rows))
     counts: dict[str, Tensor] = {}
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
@@ -59,8 +58,9 @@ def correct_by_class(
 
 def encoded(method: Method, world: World, test: Source, rows: Tensor, kept: list[Tensor]) -> FeatureSource:
     """The rows as the method encodes them; `kept` has the first ones already and gets the others."""
-    for start in range(sum(map(len, kept)), len(rows), CHUNK):
-        part = rows[start : start + CHUNK]
+    size = chunk(test)
+    for start in range(sum(map(len, kept)), len(rows), size):
+        part = rows[start : start + size]
         with world.autocast():
             kept.append(method.encode(test.fetch(part, world.generator, ("test",)).images))
     return FeatureSource(torch.cat(kept), test.labels.index_select(0, rows))

@@ -39,6 +39,7 @@ from incvec.engine.trouble import explained, gpu_trouble
 from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.metrics import weighted_mean
+from incvec.nets import BACKBONES, finer
 from incvec.records import read_record
 
 
@@ -112,7 +113,7 @@ class Run:
     def _events(self) -> Generator[ev.Event, None, None]:
         if self.record_path.exists():
             record = read_record(self.record_path)
-            checkpoints.check_finished(self.config, record, self.record_path)
+            checkpoints.check_finished(self.config, self.dataset, record, self.record_path)
             yield ev.Finished(record, str(self.record_path), already=True)
             return
         try:
@@ -132,7 +133,7 @@ class Run:
             yield from self._reach_base()
             if self.record_path.exists():  # another process has done it while this one waited for its base
                 record = read_record(self.record_path)
-                checkpoints.check_finished(self.config, record, self.record_path)
+                checkpoints.check_finished(self.config, self.dataset, record, self.record_path)
                 yield ev.Finished(record, str(self.record_path), already=True)
                 return
             while self.position[0] < len(self.parts.tasks):
@@ -215,6 +216,14 @@ class Run:
             yield self._later_notice
         if self.config.device == "auto" and (trouble := gpu_trouble()):
             yield f"training on the CPU, since the GPU cannot be used: {trouble}"
+        net = None if self.parts.method.pretrained else getattr(self.parts.method.options, "net", None)
+        side = self.parts.world.image_shape[-1]
+        if net is not None and (other := finer(net, side)):
+            left = BACKBONES[net].last_side(side)
+            yield (
+                f"of images of {side} x {side} the last maps of {net} are {left} x {left}; {other} is for smaller "
+                f"images (--set {self.config.method}.net={other})"
+            )
         yield from filter(None, (addon.notice() for addon in self.parts.addons))
 
     def _reach_base(self) -> Iterator[ev.Event]:

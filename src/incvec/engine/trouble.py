@@ -10,7 +10,7 @@ import torch
 
 from incvec.errors import DeviceFull, TrainingError
 
-FULL = ("out of memory", "STATUS_ALLOC_FAILED")  # as CUDA, cuBLAS and cuDNN put it
+FULL = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # as CUDA, cuDNN and the CPU's put it
 ABSENT = ("no NVIDIA driver", "No CUDA GPUs", "not compiled with CUDA")  # nobody expects a GPU there
 ADVICE = (
     "A smaller batch (--set METHOD.batch_size=64), fewer runs at once or another device may help; the same command "
@@ -21,7 +21,7 @@ ADVICE = (
 def is_full(error: BaseException | None) -> bool:
     """Whether it is about a lack of device memory, or arose from that: compilers wrap what they meet."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | DeviceFull):
+        if isinstance(error, torch.OutOfMemoryError | DeviceFull | MemoryError):
             return True
         if isinstance(error, RuntimeError) and any(words in str(error) for words in FULL):
             return True

@@ -27,9 +27,10 @@ from torch.func import functional_call, vmap
 
 from incvec.addons.merging import class_outputs
 from incvec.data import ImageSource
+from incvec.data.source import chunk
 from incvec.errors import DataError
 from incvec.lab.paths import State, blend
-from incvec.lab.snapshots import CHUNK, Rebuilt
+from incvec.lab.snapshots import Rebuilt
 from incvec.nets.heads import ProxyHead
 
 Way = Literal["auto", "graph", "vmap", "loop"]
@@ -183,7 +184,7 @@ class Points:
         return max(1, free // (SHARE * torch.Size(world.image_shape).numel()))
 
     def _width(self, points: int) -> int:
-        return max(1, min(points, self._budget() // min(CHUNK, len(self.rows))))
+        return max(1, min(points, self._budget() // min(chunk(self.rebuilt.parts.test), len(self.rows))))
 
     # A point, or some -----------------------------------------------------------------------------------
 
@@ -225,10 +226,11 @@ class Points:
     def _pieces(self) -> Iterator[Piece]:
         """The test images in the pieces of a run's own evaluation."""
         parts = self.rebuilt.parts
-        for start in range(0, len(self.rows), CHUNK):
+        size = chunk(parts.test)
+        for start in range(0, len(self.rows), size):
             with parts.world.autocast():
-                batch = parts.test.fetch(self.rows[start : start + CHUNK], None, ("test",))
-            yield Piece(batch.images, batch.labels, self.member[start : start + CHUNK])
+                batch = parts.test.fetch(self.rows[start : start + size], None, ("test",))
+            yield Piece(batch.images, batch.labels, self.member[start : start + size])
 
     def _add_up(self, score: Callable[[Piece], Any], pieces: Iterable[Piece]) -> tuple[Tensor, Tensor]:
         right: Any = 0
@@ -262,7 +264,7 @@ class Points:
         fresh = {name: t.clone() if name in self.buffers else t for name, t in state.items()}
         norms: list[Any] = [module for module in self.scorer.modules() if isinstance(module, _norm)]
         before = [(module.training, module.momentum) for module in norms]
-        size = min(CHUNK, len(rows))
+        size = min(chunk(train), len(rows))
         generator = torch.Generator(rows.device).manual_seed(0)
         try:
             for module in norms:

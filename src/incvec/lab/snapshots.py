@@ -16,6 +16,7 @@ from incvec.addons.merging import class_outputs
 from incvec.config import RunConfig
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
+from incvec.data.source import chunk
 from incvec.engine.build import Parts, build, pick_device
 from incvec.engine.files import read_tensors
 from incvec.engine.restore import Rooms, grow, restore
@@ -23,8 +24,6 @@ from incvec.errors import CheckpointError, ConfigError, DataError
 from incvec.lab.paths import State, tensors_of
 from incvec.methods import find_method
 from incvec.presets import SETTINGS, resolve
-
-CHUNK = 500  # test images a launch
 
 
 @dataclass
@@ -233,7 +232,7 @@ def task_accuracy(rebuilt: Rebuilt, task: int = 0) -> Callable[[nn.Module], floa
     def evaluate(model: nn.Module) -> float:
         model.eval()
         right = torch.zeros((), device=parts.world.device)
-        for part in rows.split(CHUNK):
+        for part in rows.split(chunk(parts.test)):
             with parts.world.autocast():
                 batch = parts.test.fetch(part, None, ("test",))
                 logits = class_outputs(model(batch.images).logits, rebuilt.task.n_seen)

@@ -14,9 +14,8 @@ from incvec.config import TrainOptions
 from incvec.contracts import Group, Method, Optimiser, Schedule, Source, Stage, Task, World
 from incvec.data.memory import extend, indices, quota
 from incvec.data.select import class_means, herd
+from incvec.data.source import chunk
 from incvec.nets import Classifier, Head, build_backbone
-
-CHUNK = 500  # rows a launch where features are taken; one size, so that a compiled network is compiled once
 
 
 @torch.no_grad()
@@ -25,12 +24,12 @@ def extract(model: nn.Module, world: World, rows: Tensor, view: str = "test", so
     source = source or world.train
     training = model.training
     model.eval()
-    chunks = []
-    for start in range(0, len(rows), CHUNK):
-        part = rows[start : start + CHUNK]
+    chunks, size = [], chunk(source)
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
         padded = part
-        if len(part) < CHUNK and world.device.type == "cuda":  # a new shape would be compiled anew
-            padded = torch.cat([part, part[:1].expand(CHUNK - len(part))])
+        if len(part) < size and world.device.type == "cuda":  # a new shape would be compiled anew
+            padded = torch.cat([part, part[:1].expand(size - len(part))])
         with world.autocast():
             images = source.fetch(padded, world.generator, (view,)).images
             chunks.append(model(images).features[: len(part)].float())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from incvec.nets.resnet import Backbone, Level, Norm, Plan
 
 _RESNET32 = (Level(5, 16, 1), Level(5, 32, 2), Level(5, 64, 2))
 _RESNET18 = (Level(2, 64, 1), Level(2, 128, 2), Level(2, 256, 2), Level(2, 512, 2))
+ENOUGH = 4  # the side of a map that still has a middle and borders
 
 BACKBONES: Mapping[str, Plan] = {
     "resnet32-rebuffi": Plan(
@@ -107,6 +109,23 @@ def check_backbone(name: str) -> None:
     if name not in BACKBONES:
         known = ", ".join(BACKBONES)
         raise ConfigError(f"there is no backbone called {name!r}.{nearest(name, BACKBONES)} There are: {known}.")
+
+
+def finer(name: str, side: int) -> str | None:
+    """The same backbone with another entrance, where the named one's last maps are below 4 x 4 and the other's larger.
+
+    Of several the coarsest that leaves 4 x 4.
+    """
+    plan = BACKBONES[name]
+    own = plan.last_side(side)
+    larger = {
+        other: found.last_side(side)
+        for other, found in BACKBONES.items()
+        if replace(found, summary=plan.summary, entrance=plan.entrance) == plan and found.last_side(side) > own
+    }
+    if own >= ENOUGH or not larger:
+        return None
+    return min(larger, key=lambda other: (larger[other] < ENOUGH, abs(larger[other] - ENOUGH)))
 
 
 def build_backbone(name: str, channels: int = 3, generator: torch.Generator | None = None) -> Backbone:

@@ -6,6 +6,7 @@ the parts itself and disturb what goes into a stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ from incvec.nets import kernels
 Entrance = Literal["3x3", "3x3+pool", "7x7+pool"]
 Shortcut = Literal["pad", "conv"]
 Activation = Literal["every", "but-last", "but-stage-ends", "none"]
+STRIDES: Mapping[Entrance, int] = {"3x3": 1, "3x3+pool": 2, "7x7+pool": 4}
 
 
 class Features(NamedTuple):
@@ -52,6 +54,11 @@ class Plan:
     entrance: Entrance = "3x3"
     shortcut: Shortcut = "pad"
     activation: Activation = "every"
+
+    def last_side(self, side: int) -> int:
+        """Of the last maps, for images of that side; every stride rounds up."""
+        stride = STRIDES[self.entrance] * math.prod(level.stride for level in self.levels)
+        return -(-side // stride)
 
     def activated(self, level: int, block: int) -> bool:
         """Whether a ReLU follows the addition of this block of this level."""
