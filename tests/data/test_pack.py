@@ -16,6 +16,7 @@ from PIL import Image
 
 from incvec.data import decode as decoding
 from incvec.data import pack as packing
+from incvec.data import plan as planning
 from incvec.data.decode import read_pixels
 from incvec.data.folder import open_image
 from incvec.data.layouts import list_images
@@ -376,6 +377,16 @@ def test_what_the_journal_claims_is_read_back(root, tmp_path):
         file.write(b"\0" * 50)
     make_store(root, broken, chunk_rows=2)
     assert contents(broken) == contents(make_store(root, tmp_path / "whole", chunk_rows=2).root)
+
+
+def test_files_are_looked_at_chunk_by_chunk(root, tmp_path, monkeypatch):
+    """Before they are decoded, so that one replaced meanwhile is packed again; not all before any is."""
+    seen = []
+    stamp, make = planning._stamp, packing.make_chunk
+    monkeypatch.setattr(planning, "_stamp", lambda file: (seen.append("look"), stamp(file))[1])
+    monkeypatch.setattr(packing, "make_chunk", lambda *work: (seen.append("make"), make(*work))[1])
+    make_store(root, tmp_path / "store", chunk_rows=8)
+    assert seen == [*["look"] * 8, "make", *["look"] * 7, "make", *["look"] * 6, "make"]
 
 
 @pytest.mark.parametrize("nth", range(3))

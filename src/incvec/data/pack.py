@@ -243,7 +243,11 @@ def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[
             f"{plan.root} holds a broken-off packing with other settings ({_changes(settings, plan.settings)}). "
             "Choose another place, or remove it."
         )
-    found = {n: Done(n, *told[key]) for n, key in enumerate(plan.chunk_keys) if key in told}
+    found = {
+        chunk.number: Done(chunk.number, *told[key])
+        for chunk in plan.work
+        if told and (key := plan.chunk_key(chunk)) in told
+    }
     if settings is not None and not found and classes != plan.classes:  # another data set's is not written over
         raise DataError(
             f"{plan.root} holds a broken-off packing of other images, with other classes. Choose another place, or "
@@ -313,8 +317,8 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     shard, synced = Path(), Future[None]()
     synced.set_result(None)
     with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
-        for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
-            journal.write({"chunk": plan.chunk_keys[made.number], "sum": made.sum, "bad": made.bad})
+        for chunk, made in _made(plan, left, min(workers, len(left))):
+            journal.write({"chunk": plan.chunk_key(chunk), "sum": made.sum, "bad": made.bad})
             done[made.number] = made
             count += len(chunk.files)
             if synced.done():
@@ -326,9 +330,12 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
         kept(shard, synced.result)
 
 
-def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
+def _made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
+    """Its files are looked at when a chunk is handed out: before they are decoded, and while others are."""
+    root, jobs = str(plan.root), dict[Future[Done], Chunk]()
     if workers <= 1:
         for chunk in chunks:
+            plan.chunk_key(chunk)
             yield chunk, make_chunk(root, chunk)
         return
     # Not forked from here: a process with threads (a progress bar is one) must not be.
@@ -337,7 +344,9 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
         context.set_forkserver_preload([__name__, "torchvision.io"])
     with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
         try:
-            jobs: dict[Future[Done], Chunk] = {pool.submit(make_chunk, root, chunk): chunk for chunk in chunks}
+            for chunk in chunks:
+                plan.chunk_key(chunk)
+                jobs[pool.submit(make_chunk, root, chunk)] = chunk
             for job in as_completed(jobs):
                 yield jobs[job], job.result()
         except BrokenProcessPool as error:
