@@ -36,6 +36,27 @@ def test_pack_and_check(tmp_path: Path) -> None:
     assert "checksums right" in report.stdout
 
 
+def test_repair(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    missing = incvec_(*command, "--repair")
+    assert missing.exit_code == 1
+    assert "does not exist" in missing.stderr
+    assert incvec_(*command).exit_code == 0
+    assert "nothing is damaged" in incvec_(*command, "--repair").stdout
+    before = (store / "train-00000.bin").read_bytes()
+    (store / "train-00000.bin").write_bytes(bytes(len(before)))
+    (store / "test-labels.bin").unlink()
+    refused = incvec_(*command)
+    assert refused.exit_code == 1
+    assert "with --repair" in refused.stderr
+    mended = incvec_(*command, "--repair")
+    assert mended.exit_code == 0, mended.output
+    assert "mended: train-00000.bin, rows 0 to 14\nmended: test-labels.bin\n2 place(s) mended" in mended.stdout
+    assert (store / "train-00000.bin").read_bytes() == before
+    assert incvec_("data", "check", store).exit_code == 0
+
+
 def test_unreadable_images(tmp_path: Path) -> None:
     root, store = make_root(tmp_path / "images"), tmp_path / "store"
     (root / "train" / "n00000001" / "bad.jpg").write_text("text")

@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from incvec.data import aircraft
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
-from incvec.data.layouts import LAYOUTS, list_images
+from incvec.data.layouts import LAYOUTS, Layout, list_images
 from incvec.data.pack import pack
 from incvec.data.packed import amount
+from incvec.data.repair import repair
 from incvec.report.tables import duration
 
 QUIET = 10.0  # seconds between two lines where there is no terminal
@@ -113,6 +114,9 @@ def data_pack(
     ] = None,
     unreadable: Annotated[Unreadable, typer.Option(help="What to do where images cannot be read.")] = Unreadable.refuse,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
+    mend: Annotated[
+        bool, typer.Option("--repair", help="Verify a finished store and pack anew what is damaged alone.")
+    ] = False,
 ) -> None:
     """Decode a data set once, on all cores, into a store that runs open at once.
 
@@ -131,6 +135,8 @@ def data_pack(
     )
     if listing.ignored:
         meter.tell(f"{listing.ignored} other file(s) ignored: not images by their names")
+    if mend:
+        return _repair(found, store, size, workers, meter)
     try:
         made = pack(found, store, size, unreadable.value, workers, meter, reading_back=meter.reading_back)
     finally:
@@ -139,6 +145,17 @@ def data_pack(
     if left_out:
         summary += f"; {left_out} unreadable, listed in {made.root / 'left-out.txt'}"
     meter.tell(f"{summary}: {made.root}")
+
+
+def _repair(found: Layout, store: Path, size: int, workers: int | None, meter: PackingMeter) -> None:
+    meter.reading.word = "verifying"
+    try:
+        made, mended = repair(found, store, size, workers, meter, reading_back=meter.reading)
+    finally:
+        meter.close()
+    for place in mended:
+        meter.tell(f"mended: {place}")
+    meter.tell(f"{len(mended)} place(s) mended: {made.root}" if mended else f"nothing is damaged: {made.root}")
 
 
 def data_aircraft(

@@ -439,7 +439,7 @@ def test_a_finished_store_needs_no_place_to_write(root, tmp_path):
 def test_a_finished_store_that_lost_its_labels_is_not_finished(root, tmp_path):
     store = make_store(root, tmp_path / "store").root
     (store / "train-labels.bin").unlink()
-    with pytest.raises(DataError, match=r"train-labels.bin is missing.*remove the store"):
+    with pytest.raises(DataError, match=r"train-labels.bin is missing.*with --repair"):
         make_store(root, store)
 
 

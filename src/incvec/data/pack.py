@@ -20,7 +20,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -145,7 +145,7 @@ def _watch_parent() -> None:
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
+def locked(root: Path) -> Iterator[None]:
     try:
         handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -175,13 +175,8 @@ def pack(
 
     `reading_back` is told how far the check of a broken-off store is, before `progress` hears of packing.
     """
-    if side < 1:
-        raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
-    path, row = Path(root).expanduser(), 3 * side * side
-    if path.resolve().is_relative_to(layout.listing.root.resolve()):
-        raise ConfigError(f"{path} lies in the folder of the images, where it may be taken for a class: choose another")
-    shard_rows = max(1, shard_bytes // row)
-    plan = Plan(path, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
+    path = Path(root).expanduser()
+    plan = make_plan(layout, path, side, shard_bytes, chunk_rows)
     if (path / STORE).is_file():  # it may lie where nothing can be written, a lock included
         return _finished(plan, unreadable)
     try:
@@ -190,13 +185,23 @@ def pack(
         raise DataError(
             f"{path} cannot be made a folder: {error.strerror}. Choose a place you may write to."
         ) from error
-    with _locked(path):
+    with locked(path):
         if (path / STORE).is_file():  # finished by another process just now
             return _finished(plan, unreadable)
         journal = Journal(path / JOURNAL)
         done = _begin(plan, journal, reading_back)
         _work(plan, journal, done, workers or cores(), progress)
         return _finish(plan, done, unreadable)
+
+
+def make_plan(layout: Layout, root: Path, side: int, shard_bytes: int, chunk_rows: int | None) -> Plan:
+    if side < 1:
+        raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
+    if root.resolve().is_relative_to(layout.listing.root.resolve()):
+        raise ConfigError(f"{root} lies in the folder of the images, where it may be taken for a class: choose another")
+    row = 3 * side * side
+    shard_rows = max(1, shard_bytes // row)
+    return Plan(root, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
 
 
 def cores() -> int:
@@ -211,12 +216,7 @@ def _finished(plan: Plan, unreadable: str) -> Store:
         store.labels(part)  # raises where they are lost
     about = store.about
     if about.get("key") != plan.key:
-        before = {"side": store.side, "classes": len(store.classes), **about.get("versions", {})}
-        now = {"side": plan.side, "classes": len(plan.layout.listing.classes), **VERSIONS}
-        raise DataError(
-            f"{plan.root} holds a store of other images or settings ({_changes(before, now) or 'other files'}). "
-            "Choose another place, or remove it first."
-        )
+        raise another(plan, store, VERSIONS)
     if about.get("sources", plan.sources) != plan.sources:  # stores made before have none
         raise DataError(
             f"{plan.root} was packed from files of the same names but of other sizes or times: images were replaced "
@@ -229,6 +229,16 @@ def _finished(plan: Plan, unreadable: str) -> Store:
             "store and run the same command again."
         )
     return store
+
+
+def another(plan: Plan, store: Store, versions: Mapping[str, str]) -> DataError:
+    """What to say of a store that is not what the plan would make with these versions."""
+    before = {"side": store.side, "classes": len(store.classes), **store.about.get("versions", {})}
+    now = {"side": plan.side, "classes": len(plan.layout.listing.classes), **versions}
+    return DataError(
+        f"{plan.root} holds a store of other images or settings ({_changes(before, now) or 'other files'}). "
+        "Choose another place, or remove it first."
+    )
 
 
 def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[int, Done]:
@@ -253,25 +263,30 @@ def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[
             f"{plan.root} holds a broken-off packing of other images, with other classes. Choose another place, or "
             "remove it."
         )
-    whole = _whole(plan, found, reading_back)
-    shards = dict(shard for part in PARTS for shard in plan.shards(part))
-    _check_space(plan, shards)
+    whole = unbroken(plan, found, reading_back)
+    check_space(plan)
     if settings is None:
         journal.write({"settings": plan.settings, "classes": plan.classes})
+    shards = {shard for part in PARTS for shard, _ in plan.shards(part)}
     for old in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
         if old.name not in shards:  # there were more images
             old.unlink()
-    for shard, rows in shards.items():
-        try:
-            with open(plan.root / shard, "ab") as file:
-                file.truncate(rows * plan.row_bytes)  # full length, no blocks yet
-        except OSError as error:
-            raise DataError(unwritten(plan.root / shard, error)) from error
+    set_lengths(plan)
     return whole
 
 
-def _whole(plan: Plan, found: Mapping[int, Done], reading_back: Progress | None) -> dict[int, Done]:
-    """Of the chunks that the journal tells of, those whose bytes are there."""
+def set_lengths(plan: Plan) -> None:
+    """Shards of their full length; what is missing takes no space yet."""
+    for shard, rows in (shard for part in PARTS for shard in plan.shards(part)):
+        try:
+            with open(plan.root / shard, "ab") as file:
+                file.truncate(rows * plan.row_bytes)
+        except OSError as error:
+            raise DataError(unwritten(plan.root / shard, error)) from error
+
+
+def unbroken(plan: Plan, found: Mapping[int, Done], reading_back: Progress | None) -> dict[int, Done]:
+    """Of the chunks that are told of, those whose bytes are there."""
     claimed = [chunk for chunk in plan.work if chunk.number in found and not found[chunk.number].bad]
     # Those with files that could not be read are made again: such files may have been mended since.
 
@@ -294,9 +309,9 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in names)
 
 
-def _check_space(plan: Plan, shards: Iterable[str]) -> None:
+def check_space(plan: Plan) -> None:
     total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
-    files = [plan.root / shard for shard in shards]
+    files = [plan.root / shard for part in PARTS for shard, _ in plan.shards(part)]
     needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
     free = shutil.disk_usage(plan.root).free
     if needed > free:
@@ -317,9 +332,9 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     shard, synced = Path(), Future[None]()
     synced.set_result(None)
     with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
-        for chunk, made in _made(plan, left, min(workers, len(left))):
-            journal.write({"chunk": plan.chunk_key(chunk), "sum": made.sum, "bad": made.bad})
-            done[made.number] = made
+        for chunk, one in made(plan, left, min(workers, len(left))):
+            journal.write({"chunk": plan.chunk_key(chunk), "sum": one.sum, "bad": one.bad})
+            done[one.number] = one
             count += len(chunk.files)
             if synced.done():
                 kept(shard, synced.result)
@@ -330,7 +345,7 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
         kept(shard, synced.result)
 
 
-def _made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
+def made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
     """Its files are looked at when a chunk is handed out: before they are decoded, and while others are."""
     root, jobs = str(plan.root), dict[Future[Done], Chunk]()
     if workers <= 1:

@@ -222,7 +222,7 @@ class Store:
         path = self.root / f"{part}-labels.bin"
         content = _read(path)
         if len(content) != 4 * self.parts[part].rows or digest(content) != self.parts[part].labels_hash:
-            raise DataError(f"{path} is damaged: it does not match its hash in {STORE}. {REMEDY}")
+            raise DataError(f"{path} is damaged: it does not match its hash in {STORE}. {REPAIR}")
         return np.frombuffer(content, dtype="<i4")
 
     def images(self, part: str, placement: Placement | None = None) -> tuple[PackedImages, Tensor]:
@@ -234,6 +234,9 @@ class Store:
 
 
 REMEDY = "Pack it again: remove the store and run `incvec data pack`."
+REPAIR = (
+    "To mend it, run the `incvec data pack` that made it again with --repair: what is damaged alone is packed anew."
+)
 
 
 def is_store(path: str | Path) -> bool:
@@ -244,13 +247,29 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"{path} is missing. {REMEDY}") from None
+        raise DataError(f"{path} is missing. {REPAIR}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def open_store(root: str | Path) -> Store:
     """Open a store: its account, the sizes of its files; the images stay where they are."""
+    store = read_account(root)
+    size = int(np.prod(store.row))
+    for part in store.parts.values():
+        for name, rows in part.shards:
+            file = store.root / name
+            have = file.stat().st_size if file.is_file() else None
+            if have is None:
+                raise DataError(f"{file} is missing. {REPAIR}")
+            if have != rows * size:
+                state = "cut short" if have < rows * size else "too long"
+                raise DataError(f"{file} is {state}: {have} bytes, expected {rows * size}. {REPAIR}")
+    return store
+
+
+def read_account(root: str | Path) -> Store:
+    """What a store says of itself, whatever state its other files are in."""
     path = Path(root).expanduser()
     if not (path / STORE).is_file():
         if (path / JOURNAL).is_file():
@@ -277,21 +296,11 @@ def open_store(root: str | Path) -> Store:
             )
             for name, part in account["parts"].items()
         }
-        store = Store(
+        return Store(
             path, int(account["side"]), tuple(account["classes"]), account["about"], parts, account["fingerprint"]
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path / STORE} is damaged: {error}. {REMEDY}") from None
-    size = int(np.prod(store.row))
-    for part in parts.values():
-        for file, rows in part.shards:
-            have = (path / file).stat().st_size if (path / file).is_file() else None
-            if have is None:
-                raise DataError(f"{path / file} is missing. {REMEDY}")
-            if have != rows * size:
-                state = "cut short" if have < rows * size else "too long"
-                raise DataError(f"{path / file} is {state}: {have} bytes, expected {rows * size}. {REMEDY}")
-    return store
 
 
 def verify_chunks(
@@ -360,13 +369,13 @@ def check(root: str | Path, progress: Progress | None = None) -> list[str]:
     for name, part in store.parts.items():
         labels = store.labels(name)
         if digest(_read(store.root / f"{name}-files.txt")) != part.files_hash:
-            raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REMEDY}")
+            raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REPAIR}")
         if len(part.sums) != len(part.chunks()):
             raise DataError(f"{store.root / STORE} has {len(part.sums)} checksums for {len(part.chunks())} chunks")
         broken = verify_chunks(store.root, part, row, looked_at)
         if broken:
             more = f" and {len(broken) - 3} more places" if len(broken) > 3 else ""
-            raise DataError(f"bytes were altered in {'; '.join(broken[:3])}{more}. {REMEDY}")
+            raise DataError(f"bytes were altered in {'; '.join(broken[:3])}{more}. {REPAIR}")
         counts: list[int] = np.bincount(labels[labels != LEFT_OUT], minlength=len(store.classes)).tolist()
         words = "training" if name == "train" else "test"
         lines.append(

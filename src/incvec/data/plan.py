@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -125,14 +125,17 @@ class Plan:
 
     @cached_property
     def key(self) -> str:
-        """The same for packings of files of the same names, with the same labels and settings."""
+        return self.key_with(VERSIONS)
+
+    def key_with(self, versions: Mapping[str, str]) -> str:
+        """The same for packings of files of the same names, with the same labels, settings and versions."""
         settings = [
             FORMAT,
             self.side,
             self.shard_rows,
             self.chunk_rows,
             self.layout.listing.classes,
-            *VERSIONS.values(),
+            *versions.values(),
         ]
         listed = [(self.names[part], [label for _, label in self.files(part)]) for part in PARTS]
         return digest(json.dumps([settings, listed]).encode())
