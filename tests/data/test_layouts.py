@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from incvec.data.class_lists import CLASS_LISTS, ClassList, find_class_list
-from incvec.data.datasets import check
+from incvec.data.datasets import check, load_dataset
 from incvec.data.layouts import find_layout, list_images
 from incvec.errors import ConfigError, DataError
 from tests.data.pictures import make_root, photo, save
@@ -151,6 +151,26 @@ def test_a_ground_truth_beside_class_folders_is_refused(root, tmp_path):
         list_images(root, ground_truth=truth)
 
 
+def test_folders_of_classes_are_asked_for_where_there_are_none(root):
+    """What is for packing alone is named, and how to pack it; other troubles are told as they are."""
+    flatten(root)
+    root = root.rename(root.with_name("my root"))
+    pack = rf"Pack it, once: incvec data pack '{root}' STORE; then give --dataset packed"
+    with pytest.raises(DataError, match=rf"has ImageNet's layout with a flat val/, .*val has no class.* {pack}"):
+        load_dataset("folder", root)
+    (root / "train" / "thumbs").mkdir()
+    for look in (list_images, check, lambda path: load_dataset("folder", path)):
+        with pytest.raises(DataError, match=r"flat val/, but beside 3 folders .*train has 'thumbs': move it away"):
+            look(root)
+
+
+def test_a_stray_folder_beside_classes_is_named(root):
+    save(photo(0, 8, 8), root / "train" / "thumbs" / "0.png")
+    for look in (list_images, check, lambda path: load_dataset("folder", path)):
+        with pytest.raises(DataError, match=r"class 'thumbs' is in .*train but not in .*val"):
+            look(root)
+
+
 def test_tiny_imagenets_layout_where_there_is_another(root):
     with pytest.raises(DataError, match=r"val.images is missing: the layout 'tiny-imagenet' has val/images/ and"):
         list_images(root, "tiny-imagenet")
@@ -199,6 +219,8 @@ def test_tiny_imagenets_own_layout(tmp_path):
     (tmp_path / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
     save(photo(9, 8, 8), tmp_path / "test" / "images" / "test_0.JPEG")
     assert find_layout(tmp_path) == "tiny-imagenet"
+    with pytest.raises(DataError, match=r"has Tiny-ImageNet's own layout, .*data pack .* STORE --size 64; then"):
+        load_dataset("folder", tmp_path)
     assert check(tmp_path)[2] == "6 training images, 2 to 2 a class"
     listing = list_images(tmp_path).listing
     assert len(listing.train) == 6

@@ -299,14 +299,6 @@ def _decode(files: tuple[tuple[Path, int], ...], size: int) -> tuple[Tensor, Ten
     return images, torch.tensor([label for _, label in files], dtype=torch.int64)
 
 
-def load(
-    root: str | Path | None, size: int = SIZE, test_every: int = TEST_EVERY, test_folder: str | None = None
-) -> Dataset:
-    if size < 1:
-        raise ConfigError(f"size is {size}: expected the side of the images in pixels, 1 or more")
-    return decode_listing(list_files(root, test_every, test_folder), size)
-
-
 def decode_listing(listing: Listing, size: int) -> Dataset:
     """The listed images as a data set in memory."""
     train_images, train_labels = _decode(listing.train, size)

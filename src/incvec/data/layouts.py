@@ -13,13 +13,25 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from incvec.data.class_lists import WNID, ClassList
-from incvec.data.folder import Listing, class_files, folders_in, is_folder, is_hidden, is_image, list_files, no_folder
+from incvec.data.folder import (
+    TEST_EVERY,
+    TEST_FOLDERS,
+    Listing,
+    class_files,
+    folders_in,
+    is_folder,
+    is_hidden,
+    is_image,
+    list_files,
+    no_folder,
+)
 from incvec.errors import ConfigError, DataError, nearest, no_root
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
@@ -43,9 +55,40 @@ def find_layout(root: Path) -> str:
         return "tiny-imagenet"
     if train.is_dir() and val.is_dir():
         classes = folders_in(train)
-        if classes and all(WNID.fullmatch(name) for name in classes):
+        strays = [name for name in classes if not WNID.fullmatch(name)]
+        if classes and not strays:
             return "imagenet"
+        if 2 * len(strays) < len(classes) and _is_flat(root):
+            more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+            raise DataError(
+                f"{root} looks like ImageNet with a flat val/, but beside {len(classes) - len(strays)} folders with "
+                f"ImageNet's names {train} has {strays[0]!r}{more}: move it away"
+            )
     return "folder"
+
+
+def _is_flat(root: Path) -> bool:
+    """Whether neither val/ nor test/ has class folders."""
+    return not any(folders_in(root / name) for name in TEST_FOLDERS if (root / name).is_dir())
+
+
+def list_class_folders(
+    root: str | Path | None, test_every: int = TEST_EVERY, test_folder: str | None = None
+) -> Listing:
+    """`list_files`, which says what to do with layouts that are for packing alone."""
+    try:
+        return list_files(root, test_every, test_folder)
+    except DataError:
+        path = Path(root or "").expanduser()
+        name = find_layout(path) if root is not None and path.is_dir() else "folder"
+        if name == "folder" or (name == "imagenet" and folders_in(path / "val")):
+            raise
+    found = "Tiny-ImageNet's own layout" if name == "tiny-imagenet" else "ImageNet's layout with a flat val/"
+    size = " --size 64" if name == "tiny-imagenet" else ""
+    raise DataError(
+        f"{path} has {found}, where {path / 'val'} has no class folders to be read as they are. Pack it, once: "
+        f"incvec data pack {shlex.quote(str(path))} STORE{size}; then give --dataset packed --data-root STORE."
+    )
 
 
 def list_images(
