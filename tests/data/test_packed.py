@@ -145,6 +145,27 @@ def test_named_data_sets_want_their_own_classes(source, store):
         load_dataset("packed", store, test_every=3)
 
 
+@pytest.mark.parametrize("name", ["n00000500", "cat"])
+def test_imagenets_classes_are_told_by_their_names(tmp_path, name):
+    """A thousand folders of other names are another data set."""
+    from incvec.data.folder import Listing
+    from incvec.data.layouts import Layout
+    from incvec.data.pack import pack
+
+    file = save(photo(0, 4, 4), tmp_path / "images" / "0.png")
+    classes = tuple(name if i == 500 else f"n{i:08d}" for i in range(1000))
+    rows = tuple((file, label) for label in range(1000))
+    layout = Layout("imagenet", Listing(file.parent, classes, rows, rows, 0, "made up"), None)
+    store = pack(layout, tmp_path / "store", 2, workers=1).root
+    if name == "cat":
+        with pytest.raises(
+            DataError, match=r"holds a class 'cat'; those of 'imagenet' have WordNet's numbers.*data pack"
+        ):
+            load_dataset("imagenet", store, size=2)
+    else:
+        assert load_dataset("imagenet", store, size=2).n_classes == 1000
+
+
 def test_a_subset_of_a_store_is_that_subset_packed(source, store, tmp_path):
     """By a list, from the store of all classes, or packed with the list: the same images and labels."""
     names = tmp_path / "two.txt"

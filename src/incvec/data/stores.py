@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from incvec.data.class_lists import ClassList, find_class_list
+from incvec.data.class_lists import WNID, ClassList, find_class_list
 from incvec.data.dataset import Dataset
 from incvec.data.folder import IMAGENET, decode_listing
 from incvec.data.layouts import list_images
@@ -94,9 +94,14 @@ def _command(name: str, class_list: str | None, source: str) -> str:
 
 def _amiss(name: str, have: tuple[str, ...], chosen: ClassList | None) -> str:
     """What is wrong with a store's classes, if anything."""
+    if chosen is None and name in NAMED:
+        if len(have) != NAMED[name].classes:
+            return f"holds {len(have)} classes, {name!r} has {NAMED[name].classes}"
+        other = next((found for found in have if not WNID.fullmatch(found)), None)
+        told = f"holds a class {other!r}; those of {name!r} have WordNet's numbers for names, such as n01440764"
+        return "" if other is None else told
     if chosen is None:
-        fits = name not in NAMED or len(have) == NAMED[name].classes
-        return "" if fits else f"holds {len(have)} classes, {name!r} has {NAMED[name].classes}"
+        return ""
     missing = sorted(set(chosen.classes) - set(have))
     some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
     return f"lacks {len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} ({some})" if missing else ""
