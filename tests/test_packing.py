@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from incvec import cli, packing
 from incvec.config import RunConfig
+from incvec.data.stream import split
 from incvec.presets import preset_file, resolve
 from incvec.sweeping import plan, sweeps
 from tests.data.pictures import make_root
@@ -132,6 +133,20 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
     assert own["lr"] == (0.1 if exemplars else 1e-3)
     if "ivt" in config.sections:
         assert config.sections["ivt"]["interval"] == 10
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dataset", "classes"), [("imagenet-subset", 100), ("imagenet", 1000), ("tiny-imagenet-100", 100)]
+)
+@pytest.mark.parametrize("tasks", [5, 10, 25])
+def test_every_number_of_increments_of_the_large_data_sets(method: str, dataset: str, classes: int, tasks: int) -> None:
+    """Resolved as by the command line, with IVT too, and cut into tasks that hold all classes."""
+    for addons in ([], ["ivt"]):
+        config = resolve({"method": method, "addons": addons, "dataset": dataset, "tasks": tasks})
+        assert (config.tasks, config.base_classes) == (tasks, classes // 2)
+        cut = split(classes, config.base_classes, config.tasks)
+        assert [task.last - task.first for task in cut] == [classes // 2, *[classes // 2 // tasks] * tasks]
 
 
 @pytest.mark.parametrize("method", [*METHODS, "finetune", "replay", "joint"])

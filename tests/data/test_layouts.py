@@ -1,5 +1,6 @@
 """Where images lie, and which classes are taken."""
 
+import hashlib
 import os
 
 import numpy as np
@@ -290,6 +291,16 @@ def test_the_public_lists():
         assert len(set(entry.classes)) == 100
         assert list(entry.classes) == sorted(entry.classes)
     assert len({entry.classes for entry in CLASS_LISTS.values()}) == len(CLASS_LISTS) == 5
+    # All hundred of each, not the first and the last alone.
+    assert {
+        name: hashlib.sha256(" ".join(entry.classes).encode()).hexdigest()[:16] for name, entry in CLASS_LISTS.items()
+    } == {
+        "imagenet-subset": "d6400990280ac00a",
+        "cmc": "469d277522bc36e8",
+        "kaggle": "b0de96c66d8d06bf",
+        "mini-imagenet": "b9498a19cb394a2b",
+        "tiny-imagenet-100": "64d881e02af86f84",
+    }
     # Kaggle's are all animals from the beginning of the thousand, tench to sea lion.
     assert (CLASS_LISTS["kaggle"].classes[0], CLASS_LISTS["kaggle"].classes[-1]) == ("n01440764", "n02077923")
     assert (CLASS_LISTS["mini-imagenet"].classes[0], CLASS_LISTS["mini-imagenet"].classes[-1]) == (
