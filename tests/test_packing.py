@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,34 @@ def test_checking_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
     assert "checking: 21 of 21 images" in result.stderr
     assert "checking:" not in result.stdout
+
+
+def test_images_that_would_be_enlarged_are_told_of(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "images")  # 20 to 28 pixels wide, 20 to 22 high
+    (root / "train" / "n00000000" / "000.png").write_text("no image")
+    for size, told in ((20, False), (32, True)):
+        result = incvec_("data", "pack", root, tmp_path / f"{size}", "--size", size, "--workers", "1")
+        assert ("smaller (short side 21) and will be enlarged; --size 21" in result.stdout) == told
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end_it_ends_and_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int) -> None:
+    """Both in the same way: a message, a status, nothing half-written that is taken for whole."""
+    root, store = make_root(tmp_path / "images", classes=10), tmp_path / "store"
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def kill(meter: packing.PackingMeter, done: int, total: int) -> None:
+        signal.raise_signal(sign)
+
+    with monkeypatch.context() as then:
+        then.setattr(packing.PackingMeter, "__call__", kill)
+        stopped = incvec_(*command)
+    assert stopped.exit_code == 130
+    assert "stopped; run the same command again to go on" in stopped.stderr
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (store / "store.json").exists()
+    assert incvec_(*command).exit_code == 0
 
 
 def test_a_missing_source_is_one_message(tmp_path: Path) -> None:

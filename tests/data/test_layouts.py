@@ -52,12 +52,17 @@ def test_imagenet_in_class_folders(root):
 
 def test_flat_val_with_names_and_classes(root):
     classes = flatten(root)
-    with pytest.raises(DataError, match="no ground truth"):
+    with pytest.raises(DataError, match=r"no ground truth .*Name the file with --ground-truth"):
         list_images(root)
+    with pytest.raises(DataError, match=r"nowhere.csv does not exist: --ground-truth names"):
+        list_images(root, ground_truth=root / "nowhere.csv")
     rows = [f"{stem},{name} 1 2 3 4" for stem, name in classes.items()]
     (root / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *rows]))
     assert labels_of(list_images(root).listing) == classes
-    assert check(root)[1] == "split: train/ and val/ by LOC_val_solution.csv"
+    assert check(root)[:2] == [
+        f"3 classes in {root}, layout imagenet",
+        "split: train/ and val/ by LOC_val_solution.csv",
+    ]
     for part in ("train", "val"):
         (root / part / ".thumbnails").mkdir()
     assert labels_of(list_images(root).listing) == classes
@@ -67,7 +72,7 @@ def test_flat_val_with_names_and_classes(root):
     assert labels_of(found.listing) == classes
     assert "mine.txt" in found.listing.rule
     mine.write_text("\n".join(mine.read_text().splitlines()[:-1]))
-    with pytest.raises(DataError, match="does not say"):
+    with pytest.raises(DataError, match=r"does not say which class .*: add a line for it, or move the image away"):
         list_images(root, ground_truth=mine)
 
 
@@ -222,6 +227,7 @@ def test_tiny_imagenets_own_layout(tmp_path):
     assert find_layout(tmp_path) == "tiny-imagenet"
     with pytest.raises(DataError, match=r"has Tiny-ImageNet's own layout, .*data pack .* STORE --size 64; then"):
         load_dataset("folder", tmp_path)
+    assert check(tmp_path)[0] == f"3 classes in {tmp_path}, layout tiny-imagenet"
     assert check(tmp_path)[2] == "6 training images, 2 to 2 a class"
     listing = list_images(tmp_path).listing
     assert len(listing.train) == 6
@@ -248,7 +254,8 @@ def test_class_folders_split_by_rule_and_a_list(tmp_path):
         (tmp_path / name).mkdir()
     save(photo(0, 8, 8), tmp_path / "dog" / "0.png")
     assert list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "cat"))).listing == found.listing
-    with pytest.raises(DataError, match=r"1 of the 2 classes of mine are not in .* \(fox\)"):
+    there = r"which has 5 folder\(s\), such as 'ant': choose other images, or another list of classes"
+    with pytest.raises(DataError, match=r"1 of the 2 classes of mine are not in .* \(fox\), " + there):
         list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "fox")))
 
 

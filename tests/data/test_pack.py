@@ -14,7 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from incvec.data import check as check_any
 from incvec.data import decode as decoding
+from incvec.data import load_dataset
 from incvec.data import pack as packing
 from incvec.data import plan as planning
 from incvec.data.decode import read_pixels
@@ -268,8 +270,12 @@ def test_unreadable_images_are_all_named_and_refused(damaged, tmp_path):
         assert name in listed
     assert "3 image(s)" in str(caught.value)
     assert "leave-out" in str(caught.value)
-    with pytest.raises(DataError, match="broken off"):
-        open_store(tmp_path / "store")
+    for look in (open_store, check_any, lambda path: load_dataset("packed", path)):
+        with pytest.raises(
+            DataError,
+            match=r"broken off, for images that cannot be read.*unreadable\.txt\. Replace.*--unreadable leave",
+        ):
+            look(tmp_path / "store")
 
 
 def test_unreadable_images_are_left_out_on_request(damaged, tmp_path):
@@ -286,6 +292,14 @@ def test_unreadable_images_are_left_out_on_request(damaged, tmp_path):
     assert np.array_equal(images, rows(clean)[0])  # no hole is left where they were
     assert any("3 unreadable image(s) were left out" in line for line in check(tmp_path / "store"))
     assert not (tmp_path / "store" / "unreadable.txt").exists()
+
+
+def test_what_could_not_be_read_before_is_not_told_of_later(damaged, tmp_path):
+    with pytest.raises(DataError, match="3 image"):
+        make_store(damaged, tmp_path / "store", chunk_rows=2)
+    kill_after(damaged, tmp_path / "store", 20)
+    with pytest.raises(DataError, match="broken off: run the same"):
+        open_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize("chunk_rows", [4, 256])
@@ -443,6 +457,16 @@ def test_a_finished_store_that_lost_its_labels_is_not_finished(root, tmp_path):
         make_store(root, store)
 
 
+def test_a_store_that_lost_its_account_is_known_as_one(root, tmp_path):
+    store = make_store(root, tmp_path / "store").root
+    (store / "store.json").unlink()
+    before = contents(store)
+    for look in (open_store, check_any, lambda path: make_store(root, path), lambda path: load_dataset("packed", path)):
+        with pytest.raises(DataError, match=r"a packed store that has lost its store.json.*remove the store and run"):
+            look(store)
+    assert contents(store) == before
+
+
 def test_a_new_disk_is_an_empty_place(root, tmp_path):
     (tmp_path / "store" / "lost+found").mkdir(parents=True)
     (tmp_path / "store" / ".Trash-1000").mkdir()
@@ -508,8 +532,10 @@ def test_another_packing_is_not_gone_on_with(root, tmp_path):
     with pytest.raises(DataError, match=r"not empty \(thesis.tex\)"):
         make_store(root, tmp_path / "full")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be made a folder.*Choose a place"):
+    with pytest.raises(DataError, match=r"file is a file: expected the name of a folder"):
         make_store(root, tmp_path / "file")
+    with pytest.raises(DataError, match=r"cannot be made a folder: Not a directory.*Choose a place"):
+        make_store(root, tmp_path / "file" / "below")
     (tmp_path / "read-only" / ".lock").mkdir(parents=True)  # whoever tests may be allowed everything
     with pytest.raises(DataError, match=r"cannot be written to: .*\. Choose a place to write to"):
         make_store(root, tmp_path / "read-only")

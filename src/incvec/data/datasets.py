@@ -134,4 +134,5 @@ def check(root: str | Path, progress: packed.Progress | None = None) -> list[str
         return cifar.check(path)
     if not any(entry.is_dir() for entry in path.iterdir()):
         raise DataError(f"{path} holds no data set: expected {holds}")
-    return folder.check(list_images(path).listing, progress)
+    found = list_images(path)
+    return folder.check(found.listing, progress, found.name)

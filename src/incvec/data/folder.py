@@ -171,9 +171,11 @@ def class_files(folder: Path, chosen: ClassList | None = None) -> tuple[dict[str
         missing = sorted(set(chosen.classes) - set(names))
         if missing:
             asked = chosen.name.partition("@")[0]  # without the digest
+            there = f"{len(names)} folder(s), such as {names[0]!r}" if names else "no folders"
             raise DataError(
                 f"{len(missing)} of the {len(chosen.classes)} classes of {asked} are not in {folder} "
-                f"({', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''})"
+                f"({', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}), which has {there}: choose "
+                "other images, or another list of classes"
             )
         names = chosen.classes
     if len(names) < 2:
@@ -329,7 +331,7 @@ def _fingerprint(listing: Listing, train: Tensor, test: Tensor) -> str:
     return digest.hexdigest()
 
 
-def check(listing: Listing, progress: Progress | None = None) -> list[str]:
+def check(listing: Listing, progress: Progress | None = None, layout: str = "folder") -> list[str]:
     """Open every image; a report in lines, or an error that names those that cannot be read."""
 
     def look(_: int, path: Path) -> tuple[int, int] | str:
@@ -346,7 +348,7 @@ def check(listing: Listing, progress: Progress | None = None) -> list[str]:
             f"{len(bad)} of {len(found)} images cannot be read:\n  " + "\n  ".join(bad[:NAMED_AT_MOST]) + more
         )
     sizes = [size for size in found if not isinstance(size, str)]
-    lines = [f"a folder of {len(listing.classes)} classes in {listing.root}", f"split: {listing.rule}"]
+    lines = [f"{len(listing.classes)} classes in {listing.root}, layout {layout}", f"split: {listing.rule}"]
     for part, files in (("training", listing.train), ("test", listing.test)):
         counts = Counter(label for _, label in files).values()
         lines.append(f"{len(files)} {part} images, {min(counts)} to {max(counts)} a class")

@@ -108,6 +108,9 @@ def list_images(
     name = layout or find_layout(path)
     if ground_truth is not None and name != "imagenet":
         raise ConfigError(f"a ground-truth file belongs to the layout 'imagenet'; {path} is read as {name!r}")
+    if ground_truth is not None and not ground_truth.is_file():
+        state = "is not a file" if ground_truth.exists() else "does not exist"
+        raise DataError(f"{ground_truth} {state}: --ground-truth names the file with the classes of a flat val/")
     listing = list_files(path, chosen=chosen) if name == "folder" else _list_pair(path, name, chosen, ground_truth)
     return Layout(name, listing, None if chosen is None else chosen.name)
 
@@ -161,7 +164,8 @@ def _list_val(
         if truth is None:
             raise DataError(
                 f"{root / 'val'} holds images but no class folders, and no ground truth lies beside it "
-                f"({', '.join(GROUND_TRUTHS)}). Name the file, or sort the images into one folder a class."
+                f"({', '.join(GROUND_TRUTHS)}). Name the file with --ground-truth where it is packed, or sort "
+                "the images into one folder a class."
             )
     found = _flat(folder, truth, folders_in(root / "train"), None if chosen is None else chosen.classes)
     return *found, f"train/ and val/ by {truth.name}"
@@ -199,7 +203,7 @@ def _flat(
     for file in images:
         name = classes.pop(file.stem, None)
         if name is None:
-            raise DataError(f"{truth} does not say which class {file} has")
+            raise DataError(f"{truth} does not say which class {file} has: add a line for it, or move the image away")
         if wanted is None and name not in everything:
             raise DataError(
                 f"{truth} gives {file.name} the class {name!r}, which has no training folder. Correct it or add the "

@@ -42,6 +42,7 @@ from incvec.data.packed import (
     LEFT_OUT,
     PARTS,
     STORE,
+    UNREADABLE,
     Bytes,
     Progress,
     Store,
@@ -49,6 +50,7 @@ from incvec.data.packed import (
     checksum,
     chunk_sum,
     digest,
+    is_store,
     open_store,
 )  # fmt: skip
 from incvec.data.plan import VERSIONS, Chunk, Done, Journal, Plan
@@ -179,6 +181,8 @@ def pack(
     plan = make_plan(layout, path, side, shard_bytes, chunk_rows)
     if (path / STORE).is_file():  # it may lie where nothing can be written, a lock included
         return _finished(plan, unreadable)
+    if path.exists() and not path.is_dir():
+        raise DataError(f"{path} is a file: expected the name of a folder to make, or of a broken-off store.")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -190,6 +194,7 @@ def pack(
             return _finished(plan, unreadable)
         journal = Journal(path / JOURNAL)
         done = _begin(plan, journal, reading_back)
+        (path / UNREADABLE).unlink(missing_ok=True)  # they may have been mended
         _work(plan, journal, done, workers or cores(), progress)
         return _finish(plan, done, unreadable)
 
@@ -244,6 +249,8 @@ def another(plan: Plan, store: Store, versions: Mapping[str, str]) -> DataError:
 def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[int, Done]:
     """What earlier packing left that is whole; shards of their full size, where there are none yet."""
     settings, classes, told = journal.read()
+    if settings is None and not journal.path.exists() and is_store(plan.root):
+        open_store(plan.root)  # tells what is wrong with it
     if settings is None:
         strangers = [entry.name for entry in plan.root.iterdir() if not is_hidden(entry.name) and entry.name != JOURNAL]
         if strangers:
@@ -376,7 +383,7 @@ def made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
 def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
     chunks = plan.work
     bad = [message for chunk in chunks for _, message in done[chunk.number].bad]
-    unread = plan.root / "unreadable.txt"
+    unread = plan.root / UNREADABLE
     if bad:
         write(unread, "\n".join(bad) + "\n")
     if bad and unreadable == "refuse":

@@ -33,6 +33,7 @@ from incvec.errors import DataError
 FORMAT = 2
 STORE = "store.json"
 JOURNAL = "journal.jsonl"
+UNREADABLE = "unreadable.txt"  # what a broken-off packing could not read
 PARTS = ("train", "test")
 LEFT_OUT = -1
 ROOM = 0.6  # of the free memory: what resident images may take, the rest being the network's
@@ -240,7 +241,12 @@ REPAIR = (
 
 
 def is_store(path: str | Path) -> bool:
-    return (Path(path) / STORE).is_file() or (Path(path) / JOURNAL).is_file()
+    """Whether it is one, or was to be one, in whatever state."""
+    return (Path(path) / STORE).is_file() or (Path(path) / JOURNAL).is_file() or _lost_account(Path(path))
+
+
+def _lost_account(path: Path) -> bool:
+    return any((path / f"{part}-00000.bin").is_file() for part in PARTS)
 
 
 def _read(path: Path) -> bytes:
@@ -272,8 +278,18 @@ def read_account(root: str | Path) -> Store:
     """What a store says of itself, whatever state its other files are in."""
     path = Path(root).expanduser()
     if not (path / STORE).is_file():
+        if (path / JOURNAL).is_file() and (path / UNREADABLE).is_file():
+            raise DataError(
+                f"{path} is a store whose packing was broken off, for images that cannot be read: they are listed in "
+                f"{path / UNREADABLE}. Replace or remove them and run the same `incvec data pack` again, or leave them "
+                "out with --unreadable leave-out."
+            )
         if (path / JOURNAL).is_file():
             raise DataError(f"{path} is a store whose packing was broken off: run the same `incvec data pack` to go on")
+        if _lost_account(path):
+            raise DataError(
+                f"{path} is a packed store that has lost its {STORE}, without which it cannot be verified. {REMEDY}"
+            )
         if not path.exists():
             raise DataError(f"{path} does not exist: expected a packed store, made by `incvec data pack SRC DST`")
         raise DataError(f"{path} is not a packed store: it has no {STORE}. `incvec data pack` makes one.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,8 @@ def load(
         raise ConfigError(f"{name!r} has all its classes; a class list is for 'imagenet-subset' or 'packed'")
     wanted = class_list or (NAMED[name].class_list if name in NAMED else None)
     chosen = find_class_list(wanted) if wanted is not None else None
-    remedy = f"Give a data root that holds {name}, or make its store, once: {_command(name, wanted, 'IMAGES')}"
+    held = name if name in NAMED else "these classes"
+    remedy = f"Give a data root that holds {held}, or make its store, once: {_command(name, wanted, 'IMAGES')}"
     inner = path / name
     path = inner if is_store(inner) and not is_store(path) else path
     if not is_store(path):
@@ -89,7 +91,8 @@ def load(
 def _command(name: str, class_list: str | None, source: str) -> str:
     """What packs the images of that data set."""
     size = NAMED[name].size if name in NAMED else 256
-    return f"incvec data pack {source} STORE --size {size}" + (f" --classes {class_list}" if class_list else "")
+    classes = f" --classes {shlex.quote(class_list)}" if class_list else ""
+    return f"incvec data pack {shlex.quote(source)} STORE --size {size}{classes}"
 
 
 def _amiss(name: str, have: tuple[str, ...], chosen: ClassList | None) -> str:
