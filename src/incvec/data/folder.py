@@ -316,7 +316,10 @@ def decode_listing(listing: Listing, size: int) -> Dataset:
         flip=True,
         fingerprint=_fingerprint(listing, train_images, test_images),
         normalisations={"default": IMAGENET},
-    )
+        about={
+            "layout": "folder", "split": listing.rule, "class_list": None, "left_out": 0, "side": size, "seen": size,
+        },
+    )  # fmt: skip
 
 
 def _fingerprint(listing: Listing, train: Tensor, test: Tensor) -> str:

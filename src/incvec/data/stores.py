@@ -178,8 +178,5 @@ def _decoded(name: str, path: Path, chosen: ClassList | None, remedy: str) -> Da
     except DataError as error:
         raise DataError(f"{str(error).rstrip('.')}. {remedy}") from None
     dataset = decode_listing(layout.listing, NAMED[name].size)
-    about = {
-        "layout": layout.name, "split": layout.listing.rule, "class_list": layout.class_list, "left_out": 0,
-        "side": NAMED[name].size, "seen": NAMED[name].size,
-    }  # fmt: skip
+    about = {**dataset.about, "layout": layout.name, "class_list": layout.class_list}
     return replace(dataset, name=name, about=about)
