@@ -465,6 +465,10 @@ def test_a_store_that_lost_its_account_is_known_as_one(root, tmp_path):
         with pytest.raises(DataError, match=r"a packed store that has lost its store.json.*remove the store and run"):
             look(store)
     assert contents(store) == before
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "train-00000.bin").write_text("somebody else's")
+    with pytest.raises(DataError, match=r"not empty \(train-00000.bin\)"):
+        make_store(root, tmp_path / "words")
 
 
 def test_a_new_disk_is_an_empty_place(root, tmp_path):

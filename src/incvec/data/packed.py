@@ -246,7 +246,8 @@ def is_store(path: str | Path) -> bool:
 
 
 def _lost_account(path: Path) -> bool:
-    return any((path / f"{part}-00000.bin").is_file() for part in PARTS)
+    """By what else a finished store has; one shard may be anybody's."""
+    return (path / "train-00000.bin").is_file() and (path / "train-files.txt").is_file()
 
 
 def _read(path: Path) -> bytes:
