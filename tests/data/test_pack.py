@@ -19,10 +19,10 @@ from incvec.data import decode as decoding
 from incvec.data import load_dataset
 from incvec.data import pack as packing
 from incvec.data import plan as planning
-from incvec.data.decode import read_pixels
+from incvec.data.decode import fitted, read_pixels
 from incvec.data.folder import open_image
 from incvec.data.layouts import list_images
-from incvec.data.pack import fitted, make_chunk, pack
+from incvec.data.pack import make_chunk, pack
 from incvec.data.packed import check, open_store
 from incvec.data.plan import Chunk
 from incvec.errors import ConfigError, DataError
@@ -90,7 +90,7 @@ def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
 )
 def test_pixels_beyond_the_square_are_made_only_where_torch_needs_them(size, wanted, seen):
     """Whatever is made is what resizing the whole makes: torch's step is the same."""
-    made, scale = packing._needed(size, wanted, seen)
+    made, scale = decoding._needed(size, wanted, seen)
     assert made == (wanted if scale is None else seen)
     assert scale is None or 1 / scale == size / wanted
     assert (scale is None) == (size in (160, 192))
@@ -102,8 +102,8 @@ def test_a_line_of_pixels_is_brought_to_its_square(upright, monkeypatch):
     pixels = torch.zeros(1, 60_000, 3, dtype=torch.uint8)
     pixels[:, 29_999:30_001] = 200
     sizes = []
-    needed = packing._needed
-    monkeypatch.setattr(packing, "_needed", lambda *sides: (sizes.append(sides[1]), needed(*sides))[1])
+    needed = decoding._needed
+    monkeypatch.setattr(decoding, "_needed", lambda *sides: (sizes.append(sides[1]), needed(*sides))[1])
     square = fitted(pixels.transpose(0, 1) if upright else pixels, 256)
     assert max(sizes) == 16 * 256
     assert square.shape == (3, 256, 256)

@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from incvec.data import views as v
-from incvec.data.pack import fitted
+from incvec.data.decode import fitted
 from incvec.data.resize import ResizedViews, resized_boxes
 from incvec.data.views import draw_boxes
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -30,11 +29,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from incvec.data.decode import read_pixels
+from incvec.data.decode import fitted, read_pixels
 from incvec.data.disk import kept, sync, unwritten, write
-from incvec.data.folder import LONGEST, is_hidden
+from incvec.data.folder import is_hidden
 from incvec.data.layouts import Layout
 from incvec.data.packed import (
     FORMAT,
@@ -43,7 +41,6 @@ from incvec.data.packed import (
     PARTS,
     STORE,
     UNREADABLE,
-    Bytes,
     Progress,
     Store,
     amount,
@@ -60,45 +57,6 @@ SHARD_BYTES = 1 << 31
 CHUNK_BYTES = 1 << 25
 CHUNK_ROWS = 256
 PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a core's cache
-
-
-def fitted(pixels: Tensor, side: int) -> Bytes:
-    """Resize(side) and CenterCrop(side) of uint8 [H, W, 3] as torchvision does them with tensors, bit for bit.
-
-    Gives [3, side, side]. With Pillow's images torchvision is slower and, in a few pixels of a thousand, one level of
-    255 apart. Of very long images the middle alone is resized, since a line of pixels may else become gigabytes.
-    """
-    short = min(pixels.shape[:2])
-    for axis in (0, 1):
-        if (spare := pixels.shape[axis] - LONGEST * short) > 0:
-            pixels = pixels.narrow(axis, spare // 2, LONGEST * short)
-    height, width = pixels.shape[:2]
-    seen = pixels[None].permute(0, 3, 1, 2)  # batch first: only so does torch see the pixels' layout, and keeps it
-    if short != side:
-        long = int(side * max(width, height) / short)
-        height, width = (long, side) if width <= height else (side, long)
-    left, top = round((width - side) / 2), round((height - side) / 2)
-    if short != side:
-        down, down_scale = _needed(pixels.shape[0], height, top + side)
-        right, right_scale = _needed(pixels.shape[1], width, left + side)
-        seen = torch.ops.aten._upsample_bilinear2d_aa(seen, [down, right], False, down_scale, right_scale)
-    cut: Bytes = seen.numpy()[0, :, top : top + side, left : left + side]
-    return cut
-
-
-def _needed(size: int, wanted: int, seen: int) -> tuple[int, float | None]:
-    """How many pixels to make of an axis that is resized from `size` to `wanted`, where the first `seen` are used.
-
-    With the scale to give to torch. It steps by the scale's inverse, which has to be size / wanted to the last bit;
-    where no scale has that inverse, all are made. So they are where `seen` is `size`: torch would not resize at all.
-    """
-    if seen in (size, wanted):
-        return wanted, None
-    near = wanted / size
-    for scale in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)):
-        if 1 / scale == size / wanted:
-            return seen, scale
-    return wanted, None
 
 
 def make_chunk(root: str, chunk: Chunk) -> Done:
