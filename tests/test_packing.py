@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 from incvec import cli, packing
 from incvec.config import RunConfig
 from incvec.data.packed import open_store
+from incvec.data.stream import split
 from incvec.presets import preset_file, resolve
 from incvec.sweeping import plan, sweeps
 from tests.data.pictures import make_root, make_store
@@ -35,6 +37,27 @@ def test_pack_and_check(tmp_path: Path) -> None:
     assert report.exit_code == 0, report.output
     assert "the list 'two.txt@" in report.stdout
     assert "checksums right" in report.stdout
+
+
+def test_repair(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    missing = incvec_(*command, "--repair")
+    assert missing.exit_code == 1
+    assert "does not exist" in missing.stderr
+    assert incvec_(*command).exit_code == 0
+    assert "nothing is damaged" in incvec_(*command, "--repair").stdout
+    before = (store / "train-00000.bin").read_bytes()
+    (store / "train-00000.bin").write_bytes(bytes(len(before)))
+    (store / "test-labels.bin").unlink()
+    refused = incvec_(*command)
+    assert refused.exit_code == 1
+    assert "with --repair" in refused.stderr
+    mended = incvec_(*command, "--repair")
+    assert mended.exit_code == 0, mended.output
+    assert "mended: train-00000.bin, rows 0 to 14\nmended: test-labels.bin\n2 place(s) mended" in mended.stdout
+    assert (store / "train-00000.bin").read_bytes() == before
+    assert incvec_("data", "check", store).exit_code == 0
 
 
 def test_unreadable_images(tmp_path: Path) -> None:
@@ -81,6 +104,34 @@ def test_checking_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
     assert "checking: 21 of 21 images" in result.stderr
     assert "checking:" not in result.stdout
+
+
+def test_images_that_would_be_enlarged_are_told_of(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "images")  # 20 to 28 pixels wide, 20 to 22 high
+    (root / "train" / "n00000000" / "000.png").write_text("no image")
+    for size, told in ((20, False), (32, True)):
+        result = incvec_("data", "pack", root, tmp_path / f"{size}", "--size", size, "--workers", "1")
+        assert ("smaller (short side 21) and will be enlarged; --size 21" in result.stdout) == told
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end_it_ends_and_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int) -> None:
+    """Both in the same way: a message, a status, nothing half-written that is taken for whole."""
+    root, store = make_root(tmp_path / "images", classes=10), tmp_path / "store"
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def kill(meter: packing.PackingMeter, done: int, total: int) -> None:
+        signal.raise_signal(sign)
+
+    with monkeypatch.context() as then:
+        then.setattr(packing.PackingMeter, "__call__", kill)
+        stopped = incvec_(*command)
+    assert stopped.exit_code == 130
+    assert "stopped; run the same command again to go on" in stopped.stderr
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (store / "store.json").exists()
+    assert incvec_(*command).exit_code == 0
 
 
 def test_a_missing_source_is_one_message(tmp_path: Path) -> None:
@@ -132,6 +183,20 @@ def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> N
     given, expected = (open_store(store).fingerprint[:8] for store in reversed(stores))
     assert f"other images of packed (their fingerprint begins with {expected}) than are given ({given})" in told
     assert "choose another --out" in told
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dataset", "classes"), [("imagenet-subset", 100), ("imagenet", 1000), ("tiny-imagenet-100", 100)]
+)
+@pytest.mark.parametrize("tasks", [5, 10, 25])
+def test_every_number_of_increments_of_the_large_data_sets(method: str, dataset: str, classes: int, tasks: int) -> None:
+    """Resolved as by the command line, with IVT too, and cut into tasks that hold all classes."""
+    for addons in ([], ["ivt"]):
+        config = resolve({"method": method, "addons": addons, "dataset": dataset, "tasks": tasks})
+        assert (config.tasks, config.base_classes) == (tasks, classes // 2)
+        cut = split(classes, config.base_classes, config.tasks)
+        assert [task.last - task.first for task in cut] == [classes // 2, *[classes // 2 // tasks] * tasks]
 
 
 @pytest.mark.parametrize("method", [*METHODS, "finetune", "replay", "joint"])

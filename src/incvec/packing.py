@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
+from statistics import median_low
 from typing import Annotated
 
 import typer
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from incvec.data import aircraft
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
-from incvec.data.layouts import LAYOUTS, list_images
+from incvec.data.folder import Listing, quiet_pillow
+from incvec.data.layouts import LAYOUTS, Layout, list_images
 from incvec.data.pack import pack
 from incvec.data.packed import amount
+from incvec.data.repair import repair
 from incvec.report.tables import duration
 
 QUIET = 10.0  # seconds between two lines where there is no terminal
+LOOKS = 20  # images that are looked at for their size
 
 
 class Unreadable(StrEnum):
@@ -99,10 +107,38 @@ class PackingMeter(Meter):
         return f"{self.done - self.began[1]} images packed in {duration(self.seconds)}"
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Asked to end (SIGTERM), this process ends as with Ctrl-C: what is being written is finished and told."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def enlarged(listing: Listing, size: int) -> str | None:
+    """What to say where images are smaller than what they are to be stored as, by a look at some."""
+    sides = []
+    for file, _ in listing.train[:: max(1, len(listing.train) // LOOKS)][:LOOKS]:
+        with suppress(Exception), quiet_pillow(), Image.open(file) as image:  # packing tells of what cannot be read
+            sides.append(min(image.size))
+    if not sides or median_low(sides) >= size:
+        return None
+    side = median_low(sides)
+    return f"most of these images are smaller (short side {side}) and will be enlarged; --size {side} would not do that"
+
+
 def data_pack(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The images: train/ and val/, or class folders.")],
     store: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; the data root of later runs.")],
-    size: Annotated[int, typer.Option(min=1, help="The side images are stored with; 7/8 of it is seen.")] = 256,
+    size: Annotated[
+        int, typer.Option(min=1, help="The side images are stored with; from 128 on, 7/8 of it is seen.")
+    ] = 256,
     classes: Annotated[
         str | None,
         typer.Option(help=f"Some classes only: {', '.join(CLASS_LISTS)}, or a file of names.", show_default="all"),
@@ -113,6 +149,9 @@ def data_pack(
     ] = None,
     unreadable: Annotated[Unreadable, typer.Option(help="What to do where images cannot be read.")] = Unreadable.refuse,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
+    mend: Annotated[
+        bool, typer.Option("--repair", help="Verify a finished store and pack anew what is damaged alone.")
+    ] = False,
 ) -> None:
     """Decode a data set once, on all cores, into a store that runs open at once.
 
@@ -131,14 +170,31 @@ def data_pack(
     )
     if listing.ignored:
         meter.tell(f"{listing.ignored} other file(s) ignored: not images by their names")
+    if mend:
+        return _repair(found, store, size, workers, meter)
+    if told := enlarged(listing, size):
+        meter.tell(told)
     try:
-        made = pack(found, store, size, unreadable.value, workers, meter, reading_back=meter.reading_back)
+        with stoppable():
+            made = pack(found, store, size, unreadable.value, workers, meter, reading_back=meter.reading_back)
     finally:
         meter.close()
     summary, left_out = meter.summary(), made.about["left_out"]
     if left_out:
         summary += f"; {left_out} unreadable, listed in {made.root / 'left-out.txt'}"
     meter.tell(f"{summary}: {made.root}")
+
+
+def _repair(found: Layout, store: Path, size: int, workers: int | None, meter: PackingMeter) -> None:
+    meter.reading.word = "verifying"
+    try:
+        with stoppable():
+            made, mended = repair(found, store, size, workers, meter, reading_back=meter.reading)
+    finally:
+        meter.close()
+    for place in mended:
+        meter.tell(f"mended: {place}")
+    meter.tell(f"{len(mended)} place(s) mended: {made.root}" if mended else f"nothing is damaged: {made.root}")
 
 
 def data_aircraft(

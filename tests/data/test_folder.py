@@ -48,6 +48,25 @@ def test_train_and_test_folders(split_root):
     assert data.normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
+def test_what_it_is_stands_in_the_record(split_root, tmp_path_factory):
+    """The layout, the split's rule and the side, under the names that packed stores have for them."""
+    from incvec.engine.run import Run, finish
+    from incvec.presets import resolve
+    from tests.conftest import quick
+
+    config = resolve({**quick("finetune"), "dataset": "folder", "image_size": 8, "base_classes": 1, "tasks": 1})
+    data = datasets.load_dataset("folder", split_root, **config.data_options())
+    record = finish(Run(config, data, tmp_path_factory.mktemp("run"), None))
+    assert record["data"] == {
+        "layout": "folder",
+        "split": "train/ and test/",
+        "class_list": None,
+        "left_out": 0,
+        "side": 8,
+        "seen": 8,
+    }
+
+
 def test_val_serves_where_there_is_no_test(split_root):
     (split_root / "test").rename(split_root / "val")
     assert len(datasets.load_dataset("folder", split_root, size=8).test_images) == 2

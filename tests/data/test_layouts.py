@@ -1,12 +1,13 @@
 """Where images lie, and which classes are taken."""
 
+import hashlib
 import os
 
 import numpy as np
 import pytest
 
 from incvec.data.class_lists import CLASS_LISTS, ClassList, find_class_list
-from incvec.data.datasets import check
+from incvec.data.datasets import check, load_dataset
 from incvec.data.layouts import find_layout, list_images
 from incvec.errors import ConfigError, DataError
 from tests.data.pictures import make_root, photo, save
@@ -51,12 +52,17 @@ def test_imagenet_in_class_folders(root):
 
 def test_flat_val_with_names_and_classes(root):
     classes = flatten(root)
-    with pytest.raises(DataError, match="no ground truth"):
+    with pytest.raises(DataError, match=r"no ground truth .*Name the file with --ground-truth"):
         list_images(root)
+    with pytest.raises(DataError, match=r"nowhere.csv does not exist: --ground-truth names"):
+        list_images(root, ground_truth=root / "nowhere.csv")
     rows = [f"{stem},{name} 1 2 3 4" for stem, name in classes.items()]
     (root / "LOC_val_solution.csv").write_text("\n".join(["ImageId,PredictionString", *rows]))
     assert labels_of(list_images(root).listing) == classes
-    assert check(root)[1] == "split: train/ and val/ by LOC_val_solution.csv"
+    assert check(root)[:2] == [
+        f"3 classes in {root}, layout imagenet",
+        "split: train/ and val/ by LOC_val_solution.csv",
+    ]
     for part in ("train", "val"):
         (root / part / ".thumbnails").mkdir()
     assert labels_of(list_images(root).listing) == classes
@@ -66,7 +72,7 @@ def test_flat_val_with_names_and_classes(root):
     assert labels_of(found.listing) == classes
     assert "mine.txt" in found.listing.rule
     mine.write_text("\n".join(mine.read_text().splitlines()[:-1]))
-    with pytest.raises(DataError, match="does not say"):
+    with pytest.raises(DataError, match=r"does not say which class .*: add a line for it, or move the image away"):
         list_images(root, ground_truth=mine)
 
 
@@ -151,6 +157,26 @@ def test_a_ground_truth_beside_class_folders_is_refused(root, tmp_path):
         list_images(root, ground_truth=truth)
 
 
+def test_folders_of_classes_are_asked_for_where_there_are_none(root):
+    """What is for packing alone is named, and how to pack it; other troubles are told as they are."""
+    flatten(root)
+    root = root.rename(root.with_name("my root"))
+    pack = rf"Pack it, once: incvec data pack '{root}' STORE; then give --dataset packed"
+    with pytest.raises(DataError, match=rf"has ImageNet's layout with a flat val/, .*val has no class.* {pack}"):
+        load_dataset("folder", root)
+    (root / "train" / "thumbs").mkdir()
+    for look in (list_images, check, lambda path: load_dataset("folder", path)):
+        with pytest.raises(DataError, match=r"flat val/, but beside 3 folders .*train has 'thumbs': move it away"):
+            look(root)
+
+
+def test_a_stray_folder_beside_classes_is_named(root):
+    save(photo(0, 8, 8), root / "train" / "thumbs" / "0.png")
+    for look in (list_images, check, lambda path: load_dataset("folder", path)):
+        with pytest.raises(DataError, match=r"class 'thumbs' is in .*train but not in .*val"):
+            look(root)
+
+
 def test_tiny_imagenets_layout_where_there_is_another(root):
     with pytest.raises(DataError, match=r"val.images is missing: the layout 'tiny-imagenet' has val/images/ and"):
         list_images(root, "tiny-imagenet")
@@ -199,6 +225,9 @@ def test_tiny_imagenets_own_layout(tmp_path):
     (tmp_path / "val" / "val_annotations.txt").write_text("\n".join(lines) + "\n")
     save(photo(9, 8, 8), tmp_path / "test" / "images" / "test_0.JPEG")
     assert find_layout(tmp_path) == "tiny-imagenet"
+    with pytest.raises(DataError, match=r"has Tiny-ImageNet's own layout, .*data pack .* STORE --size 64; then"):
+        load_dataset("folder", tmp_path)
+    assert check(tmp_path)[0] == f"3 classes in {tmp_path}, layout tiny-imagenet"
     assert check(tmp_path)[2] == "6 training images, 2 to 2 a class"
     listing = list_images(tmp_path).listing
     assert len(listing.train) == 6
@@ -225,7 +254,8 @@ def test_class_folders_split_by_rule_and_a_list(tmp_path):
         (tmp_path / name).mkdir()
     save(photo(0, 8, 8), tmp_path / "dog" / "0.png")
     assert list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "cat"))).listing == found.listing
-    with pytest.raises(DataError, match=r"1 of the 2 classes of mine are not in .* \(fox\)"):
+    there = r"which has 5 folder\(s\), such as 'ant': choose other images, or another list of classes"
+    with pytest.raises(DataError, match=r"1 of the 2 classes of mine are not in .* \(fox\), " + there):
         list_images(tmp_path, chosen=ClassList("mine", "", ("bee", "fox")))
 
 
@@ -268,6 +298,16 @@ def test_the_public_lists():
         assert len(set(entry.classes)) == 100
         assert list(entry.classes) == sorted(entry.classes)
     assert len({entry.classes for entry in CLASS_LISTS.values()}) == len(CLASS_LISTS) == 5
+    # All hundred of each, not the first and the last alone.
+    assert {
+        name: hashlib.sha256(" ".join(entry.classes).encode()).hexdigest()[:16] for name, entry in CLASS_LISTS.items()
+    } == {
+        "imagenet-subset": "d6400990280ac00a",
+        "cmc": "469d277522bc36e8",
+        "kaggle": "b0de96c66d8d06bf",
+        "mini-imagenet": "b9498a19cb394a2b",
+        "tiny-imagenet-100": "64d881e02af86f84",
+    }
     # Kaggle's are all animals from the beginning of the thousand, tench to sea lion.
     assert (CLASS_LISTS["kaggle"].classes[0], CLASS_LISTS["kaggle"].classes[-1]) == ("n01440764", "n02077923")
     assert (CLASS_LISTS["mini-imagenet"].classes[0], CLASS_LISTS["mini-imagenet"].classes[-1]) == (

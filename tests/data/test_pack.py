@@ -14,12 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
+from incvec.data import check as check_any
 from incvec.data import decode as decoding
+from incvec.data import load_dataset
 from incvec.data import pack as packing
-from incvec.data.decode import read_pixels
+from incvec.data import plan as planning
+from incvec.data.decode import fitted, read_pixels
 from incvec.data.folder import open_image
 from incvec.data.layouts import list_images
-from incvec.data.pack import fitted, make_chunk, pack
+from incvec.data.pack import make_chunk, pack
 from incvec.data.packed import check, open_store
 from incvec.data.plan import Chunk
 from incvec.errors import ConfigError, DataError
@@ -87,7 +90,7 @@ def test_pixels_are_those_of_torchvisions_resize_and_crop(shape):
 )
 def test_pixels_beyond_the_square_are_made_only_where_torch_needs_them(size, wanted, seen):
     """Whatever is made is what resizing the whole makes: torch's step is the same."""
-    made, scale = packing._needed(size, wanted, seen)
+    made, scale = decoding._needed(size, wanted, seen)
     assert made == (wanted if scale is None else seen)
     assert scale is None or 1 / scale == size / wanted
     assert (scale is None) == (size in (160, 192))
@@ -99,8 +102,8 @@ def test_a_line_of_pixels_is_brought_to_its_square(upright, monkeypatch):
     pixels = torch.zeros(1, 60_000, 3, dtype=torch.uint8)
     pixels[:, 29_999:30_001] = 200
     sizes = []
-    needed = packing._needed
-    monkeypatch.setattr(packing, "_needed", lambda *sides: (sizes.append(sides[1]), needed(*sides))[1])
+    needed = decoding._needed
+    monkeypatch.setattr(decoding, "_needed", lambda *sides: (sizes.append(sides[1]), needed(*sides))[1])
     square = fitted(pixels.transpose(0, 1) if upright else pixels, 256)
     assert max(sizes) == 16 * 256
     assert square.shape == (3, 256, 256)
@@ -267,8 +270,12 @@ def test_unreadable_images_are_all_named_and_refused(damaged, tmp_path):
         assert name in listed
     assert "3 image(s)" in str(caught.value)
     assert "leave-out" in str(caught.value)
-    with pytest.raises(DataError, match="broken off"):
-        open_store(tmp_path / "store")
+    for look in (open_store, check_any, lambda path: load_dataset("packed", path)):
+        with pytest.raises(
+            DataError,
+            match=r"broken off, for images that cannot be read.*unreadable\.txt\. Replace.*--unreadable leave",
+        ):
+            look(tmp_path / "store")
 
 
 def test_unreadable_images_are_left_out_on_request(damaged, tmp_path):
@@ -285,6 +292,14 @@ def test_unreadable_images_are_left_out_on_request(damaged, tmp_path):
     assert np.array_equal(images, rows(clean)[0])  # no hole is left where they were
     assert any("3 unreadable image(s) were left out" in line for line in check(tmp_path / "store"))
     assert not (tmp_path / "store" / "unreadable.txt").exists()
+
+
+def test_what_could_not_be_read_before_is_not_told_of_later(damaged, tmp_path):
+    with pytest.raises(DataError, match="3 image"):
+        make_store(damaged, tmp_path / "store", chunk_rows=2)
+    kill_after(damaged, tmp_path / "store", 20)
+    with pytest.raises(DataError, match="broken off: run the same"):
+        open_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize("chunk_rows", [4, 256])
@@ -378,6 +393,16 @@ def test_what_the_journal_claims_is_read_back(root, tmp_path):
     assert contents(broken) == contents(make_store(root, tmp_path / "whole", chunk_rows=2).root)
 
 
+def test_files_are_looked_at_chunk_by_chunk(root, tmp_path, monkeypatch):
+    """Before they are decoded, so that one replaced meanwhile is packed again; not all before any is."""
+    seen = []
+    stamp, make = planning._stamp, packing.make_chunk
+    monkeypatch.setattr(planning, "_stamp", lambda file: (seen.append("look"), stamp(file))[1])
+    monkeypatch.setattr(packing, "make_chunk", lambda *work: (seen.append("make"), make(*work))[1])
+    make_store(root, tmp_path / "store", chunk_rows=8)
+    assert seen == [*["look"] * 8, "make", *["look"] * 7, "make", *["look"] * 6, "make"]
+
+
 @pytest.mark.parametrize("nth", range(3))
 def test_what_the_disk_did_not_take_is_made_again(root, tmp_path, monkeypatch, nth):
     """A failed write is told once, when a file is synced; read back, the bytes may still look right."""
@@ -428,8 +453,22 @@ def test_a_finished_store_needs_no_place_to_write(root, tmp_path):
 def test_a_finished_store_that_lost_its_labels_is_not_finished(root, tmp_path):
     store = make_store(root, tmp_path / "store").root
     (store / "train-labels.bin").unlink()
-    with pytest.raises(DataError, match=r"train-labels.bin is missing.*remove the store"):
+    with pytest.raises(DataError, match=r"train-labels.bin is missing.*with --repair"):
         make_store(root, store)
+
+
+def test_a_store_that_lost_its_account_is_known_as_one(root, tmp_path):
+    store = make_store(root, tmp_path / "store").root
+    (store / "store.json").unlink()
+    before = contents(store)
+    for look in (open_store, check_any, lambda path: make_store(root, path), lambda path: load_dataset("packed", path)):
+        with pytest.raises(DataError, match=r"a packed store that has lost its store.json.*remove the store and run"):
+            look(store)
+    assert contents(store) == before
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "train-00000.bin").write_text("somebody else's")
+    with pytest.raises(DataError, match=r"not empty \(train-00000.bin\)"):
+        make_store(root, tmp_path / "words")
 
 
 def test_a_new_disk_is_an_empty_place(root, tmp_path):
@@ -497,8 +536,10 @@ def test_another_packing_is_not_gone_on_with(root, tmp_path):
     with pytest.raises(DataError, match=r"not empty \(thesis.tex\)"):
         make_store(root, tmp_path / "full")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot be made a folder.*Choose a place"):
+    with pytest.raises(DataError, match=r"file is a file: expected the name of a folder"):
         make_store(root, tmp_path / "file")
+    with pytest.raises(DataError, match=r"cannot be made a folder: Not a directory.*Choose a place"):
+        make_store(root, tmp_path / "file" / "below")
     (tmp_path / "read-only" / ".lock").mkdir(parents=True)  # whoever tests may be allowed everything
     with pytest.raises(DataError, match=r"cannot be written to: .*\. Choose a place to write to"):
         make_store(root, tmp_path / "read-only")

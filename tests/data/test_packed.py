@@ -1,6 +1,7 @@
 """Opened stores: what damage is seen when, subsets, and images that stay in their files."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -119,6 +120,13 @@ def test_an_account_that_is_no_mapping_is_damaged(store, content):
 def test_a_folder_that_is_no_store_is_told_how_to_become_one(source, tmp_path):
     with pytest.raises(DataError, match=r"incvec data pack .* --size 256 --classes imagenet-subset"):
         load_dataset("imagenet-subset", source)
+    (tmp_path / "my list.txt").write_text("n00000000\nn00000001\n")
+    (tmp_path / "my images").mkdir()
+    with pytest.raises(DataError) as caught:
+        load_dataset("packed", tmp_path / "my images", class_list=str(tmp_path / "my list.txt"))
+    words = shlex.split(str(caught.value).partition("once: ")[2].partition(";")[0])
+    assert words[3] == str(tmp_path / "my images")
+    assert words[-1] == str(tmp_path / "my list.txt")
     with pytest.raises(DataError, match="needs a data root"):
         load_dataset("imagenet")
     with pytest.raises(DataError, match="not a packed store"):
@@ -135,14 +143,41 @@ def test_named_data_sets_want_their_own_classes(source, store):
     remedy = r"\. Give a data root that holds {0}, or make its store, once: incvec data pack .* --classes {0}"
     with pytest.raises(DataError, match="lacks 100 of .* 'imagenet-subset'.*" + remedy.format("imagenet-subset")):
         load_dataset("imagenet-subset", store)
-    with pytest.raises(DataError, match=r"100 of the 100 classes .*, \.\.\.\)" + remedy.format("tiny-imagenet-100")):
+    with pytest.raises(
+        DataError,
+        match=r"100 of the 100 classes .*, \.\.\.\), which.*another list of classes"
+        + remedy.format("tiny-imagenet-100"),
+    ):
         load_dataset("tiny-imagenet-100", source)
+    with pytest.raises(DataError, match=r"lacks 100 .* 'cmc'.*\. Give a data root that holds these classes, or .* cmc"):
+        load_dataset("packed", store, class_list="cmc")
     with pytest.raises(ConfigError, match="has all its classes"):
         load_dataset("imagenet", store, class_list="cmc")
     with pytest.raises(ConfigError, match="for packed stores"):
         load_dataset("digits", placement="streamed")
     with pytest.raises(ConfigError, match="read as it was packed"):
         load_dataset("packed", store, test_every=3)
+
+
+@pytest.mark.parametrize("name", ["n00000500", "cat"])
+def test_imagenets_classes_are_told_by_their_names(tmp_path, name):
+    """A thousand folders of other names are another data set."""
+    from incvec.data.folder import Listing
+    from incvec.data.layouts import Layout
+    from incvec.data.pack import pack
+
+    file = save(photo(0, 4, 4), tmp_path / "images" / "0.png")
+    classes = tuple(name if i == 500 else f"n{i:08d}" for i in range(1000))
+    rows = tuple((file, label) for label in range(1000))
+    layout = Layout("imagenet", Listing(file.parent, classes, rows, rows, 0, "made up"), None)
+    store = pack(layout, tmp_path / "store", 2, workers=1).root
+    if name == "cat":
+        with pytest.raises(
+            DataError, match=r"holds a class 'cat'; those of 'imagenet' have WordNet's numbers.*data pack"
+        ):
+            load_dataset("imagenet", store, size=2)
+    else:
+        assert load_dataset("imagenet", store, size=2).n_classes == 1000
 
 
 def test_a_subset_of_a_store_is_that_subset_packed(source, store, tmp_path):

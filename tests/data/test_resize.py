@@ -109,7 +109,7 @@ def test_boxes_have_torchvisions_law():
 
 def test_the_test_view_is_torchvisions_resize_and_centre_crop():
     """Stored at 256, seen at 224: the very pixels."""
-    from incvec.data.pack import fitted
+    from incvec.data.decode import fitted
 
     picture = photo(4, 400, 300)
     stored = torch.from_numpy(fitted(torch.from_numpy(np.array(picture)), 256).copy())[None]

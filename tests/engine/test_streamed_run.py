@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 
 from incvec.data import StreamedSource, load_dataset
+from incvec.data.class_lists import CLASS_LISTS, find_class_list
 from incvec.engine.run import Run, finish
 from incvec.presets import resolve
 from tests.conftest import quick, same_record, same_weights
-from tests.data.pictures import make_root, make_store
+from tests.data.pictures import make_root, make_store, photo, save
 
 CHOICES = ("resident", "streamed")
 
@@ -72,6 +74,30 @@ def test_a_network_for_larger_images_is_told_of(store: Path, large: Path, tmp_pa
     ]
     notices = finish(run(large, tmp_path / "large", "resident", {**given, "tasks": 1}))["engine"]["notices"]
     assert notices == []
+
+
+def test_the_record_names_the_class_list(store: Path, tmp_path: Path) -> None:
+    """A public one by its name, a file by its name and a digest of its classes."""
+    names = tmp_path / "four.txt"
+    names.write_text("".join(f"n{label:08d}\n" for label in (0, 1, 2, 4)))
+    config = resolve({**quick("finetune"), "dataset": "packed", "class_list": str(names)})
+    data = load_dataset("packed", store, **config.data_options())
+    record = finish(Run(config, data, tmp_path / "run", None))
+    assert record["data"]["class_list"] == find_class_list(names).name
+    assert record["data"]["class_list"].startswith("four.txt@")
+    assert json.loads((tmp_path / "run" / "record.json").read_text())["data"] == record["data"]
+
+
+def test_the_record_of_a_named_data_set_names_its_list(tmp_path: Path) -> None:
+    chosen = CLASS_LISTS["cmc"]
+    for part in ("train", "val"):
+        for number, name in enumerate(chosen.classes):
+            save(photo(number, 8, 8), tmp_path / "images" / part / name / "0.png")
+    store = make_store(tmp_path / "images", tmp_path / "store", 8, chunk_rows=64).root
+    given = {**quick("finetune"), "dataset": "imagenet-subset", "base_classes": 98, "tasks": 1, "image_size": 8}
+    config = resolve({**given, "class_list": "cmc"})
+    record = finish(Run(config, load_dataset(config.dataset, store, **config.data_options()), tmp_path / "run", None))
+    assert (record["data"]["class_list"], record["config"]["class_list"]) == ("cmc", "cmc")
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from tests.conftest import make_run, quick, weights
         ("memory", "podnet", "memory", [5, 10, 20]),
         ("fisher-structure", "ivt", "structure", ["diagonal", "kernel"]),
         ("fisher-estimator", "ivt", "first_fisher", ["batch", "sample"]),
-        ("batchnorm", "ivt", "batchnorm", ["keep", "interpolate", "recalibrate", "map"]),
+        ("batchnorm", "ivt", "batchnorm", ["keep", "interpolate", "recalibrate", "map", "layer"]),
     ],
 )
 def test_ablations(name: str, section: str, key: str, values: list[object]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from incvec.data import aircraft, cifar, digits, folder, packed, stores
 from incvec.data.dataset import Dataset, hold_out
-from incvec.data.layouts import list_images
+from incvec.data.layouts import list_class_folders, list_images
 from incvec.data.packed import Placement
 from incvec.errors import ConfigError, DataError, nearest
 
@@ -110,12 +110,11 @@ def load_dataset(
         return cifar.load(root, fetch=download)
     if name == "digits":
         return digits.load()
-    return folder.load(
-        root,
-        size=folder.SIZE if size is None else size,
-        test_every=folder.TEST_EVERY if test_every is None else test_every,
-        test_folder=test_folder,
-    )
+    side = folder.SIZE if size is None else size
+    if side < 1:
+        raise ConfigError(f"size is {side}: expected the side of the images in pixels, 1 or more")
+    listing = list_class_folders(root, folder.TEST_EVERY if test_every is None else test_every, test_folder)
+    return folder.decode_listing(listing, side)
 
 
 def check(root: str | Path, progress: packed.Progress | None = None) -> list[str]:
@@ -135,4 +134,5 @@ def check(root: str | Path, progress: packed.Progress | None = None) -> list[str
         return cifar.check(path)
     if not any(entry.is_dir() for entry in path.iterdir()):
         raise DataError(f"{path} holds no data set: expected {holds}")
-    return folder.check(list_images(path).listing, progress)
+    found = list_images(path)
+    return folder.check(found.listing, progress, found.name)

@@ -1,4 +1,4 @@
-"""Image files to pixels, as fast as the cores allow: for packing, where every file is decoded once.
+"""Image files to pixels, and to the square that is stored, as fast as the cores allow: for packing.
 
 Most files are plain JPEGs. torchvision decodes those to the very pixels that Pillow makes, in less time and without
 Pillow's copy to an array. Their markers are read here, a tenth of the time that Pillow takes for it; of whatever is not
@@ -7,6 +7,7 @@ certain Pillow reads the header, and everything that is not plain is left to it.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incvec.data.folder import ORIENTATION, open_image, quiet_pillow
+from incvec.data.folder import LONGEST, ORIENTATION, open_image, quiet_pillow
+from incvec.data.packed import Bytes
 from incvec.errors import DataError
 
 RGB = 3  # torchvision.io.ImageReadMode.RGB
@@ -99,3 +101,42 @@ def _has_decoder() -> bool:
         return bool(torch.ops.image.decode_jpeg)
     except (ImportError, AttributeError, RuntimeError):
         return False
+
+
+def fitted(pixels: Tensor, side: int) -> Bytes:
+    """Resize(side) and CenterCrop(side) of uint8 [H, W, 3] as torchvision does them with tensors, bit for bit.
+
+    Gives [3, side, side]. With Pillow's images torchvision is slower and, in a few pixels of a thousand, one level of
+    255 apart. Of very long images the middle alone is resized, since a line of pixels may else become gigabytes.
+    """
+    short = min(pixels.shape[:2])
+    for axis in (0, 1):
+        if (spare := pixels.shape[axis] - LONGEST * short) > 0:
+            pixels = pixels.narrow(axis, spare // 2, LONGEST * short)
+    height, width = pixels.shape[:2]
+    seen = pixels[None].permute(0, 3, 1, 2)  # batch first: only so does torch see the pixels' layout, and keeps it
+    if short != side:
+        long = int(side * max(width, height) / short)
+        height, width = (long, side) if width <= height else (side, long)
+    left, top = round((width - side) / 2), round((height - side) / 2)
+    if short != side:
+        down, down_scale = _needed(pixels.shape[0], height, top + side)
+        right, right_scale = _needed(pixels.shape[1], width, left + side)
+        seen = torch.ops.aten._upsample_bilinear2d_aa(seen, [down, right], False, down_scale, right_scale)
+    cut: Bytes = seen.numpy()[0, :, top : top + side, left : left + side]
+    return cut
+
+
+def _needed(size: int, wanted: int, seen: int) -> tuple[int, float | None]:
+    """How many pixels to make of an axis that is resized from `size` to `wanted`, where the first `seen` are used.
+
+    With the scale to give to torch. It steps by the scale's inverse, which has to be size / wanted to the last bit;
+    where no scale has that inverse, all are made. So they are where `seen` is `size`: torch would not resize at all.
+    """
+    if seen in (size, wanted):
+        return wanted, None
+    near = wanted / size
+    for scale in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)):
+        if 1 / scale == size / wanted:
+            return seen, scale
+    return wanted, None

@@ -171,9 +171,11 @@ def class_files(folder: Path, chosen: ClassList | None = None) -> tuple[dict[str
         missing = sorted(set(chosen.classes) - set(names))
         if missing:
             asked = chosen.name.partition("@")[0]  # without the digest
+            there = f"{len(names)} folder(s), such as {names[0]!r}" if names else "no folders"
             raise DataError(
                 f"{len(missing)} of the {len(chosen.classes)} classes of {asked} are not in {folder} "
-                f"({', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''})"
+                f"({', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}), which has {there}: choose "
+                "other images, or another list of classes"
             )
         names = chosen.classes
     if len(names) < 2:
@@ -299,14 +301,6 @@ def _decode(files: tuple[tuple[Path, int], ...], size: int) -> tuple[Tensor, Ten
     return images, torch.tensor([label for _, label in files], dtype=torch.int64)
 
 
-def load(
-    root: str | Path | None, size: int = SIZE, test_every: int = TEST_EVERY, test_folder: str | None = None
-) -> Dataset:
-    if size < 1:
-        raise ConfigError(f"size is {size}: expected the side of the images in pixels, 1 or more")
-    return decode_listing(list_files(root, test_every, test_folder), size)
-
-
 def decode_listing(listing: Listing, size: int) -> Dataset:
     """The listed images as a data set in memory."""
     train_images, train_labels = _decode(listing.train, size)
@@ -322,7 +316,10 @@ def decode_listing(listing: Listing, size: int) -> Dataset:
         flip=True,
         fingerprint=_fingerprint(listing, train_images, test_images),
         normalisations={"default": IMAGENET},
-    )
+        about={
+            "layout": "folder", "split": listing.rule, "class_list": None, "left_out": 0, "side": size, "seen": size,
+        },
+    )  # fmt: skip
 
 
 def _fingerprint(listing: Listing, train: Tensor, test: Tensor) -> str:
@@ -337,7 +334,7 @@ def _fingerprint(listing: Listing, train: Tensor, test: Tensor) -> str:
     return digest.hexdigest()
 
 
-def check(listing: Listing, progress: Progress | None = None) -> list[str]:
+def check(listing: Listing, progress: Progress | None = None, layout: str = "folder") -> list[str]:
     """Open every image; a report in lines, or an error that names those that cannot be read."""
 
     def look(_: int, path: Path) -> tuple[int, int] | str:
@@ -354,7 +351,7 @@ def check(listing: Listing, progress: Progress | None = None) -> list[str]:
             f"{len(bad)} of {len(found)} images cannot be read:\n  " + "\n  ".join(bad[:NAMED_AT_MOST]) + more
         )
     sizes = [size for size in found if not isinstance(size, str)]
-    lines = [f"a folder of {len(listing.classes)} classes in {listing.root}", f"split: {listing.rule}"]
+    lines = [f"{len(listing.classes)} classes in {listing.root}, layout {layout}", f"split: {listing.rule}"]
     for part, files in (("training", listing.train), ("test", listing.test)):
         counts = Counter(label for _, label in files).values()
         lines.append(f"{len(files)} {part} images, {min(counts)} to {max(counts)} a class")

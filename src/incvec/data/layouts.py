@@ -13,13 +13,25 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from incvec.data.class_lists import WNID, ClassList
-from incvec.data.folder import Listing, class_files, folders_in, is_folder, is_hidden, is_image, list_files, no_folder
+from incvec.data.folder import (
+    TEST_EVERY,
+    TEST_FOLDERS,
+    Listing,
+    class_files,
+    folders_in,
+    is_folder,
+    is_hidden,
+    is_image,
+    list_files,
+    no_folder,
+)
 from incvec.errors import ConfigError, DataError, nearest, no_root
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
@@ -43,9 +55,40 @@ def find_layout(root: Path) -> str:
         return "tiny-imagenet"
     if train.is_dir() and val.is_dir():
         classes = folders_in(train)
-        if classes and all(WNID.fullmatch(name) for name in classes):
+        strays = [name for name in classes if not WNID.fullmatch(name)]
+        if classes and not strays:
             return "imagenet"
+        if 2 * len(strays) < len(classes) and _is_flat(root):
+            more = f" and {len(strays) - 1} more" if len(strays) > 1 else ""
+            raise DataError(
+                f"{root} looks like ImageNet with a flat val/, but beside {len(classes) - len(strays)} folders with "
+                f"ImageNet's names {train} has {strays[0]!r}{more}: move it away"
+            )
     return "folder"
+
+
+def _is_flat(root: Path) -> bool:
+    """Whether neither val/ nor test/ has class folders."""
+    return not any(folders_in(root / name) for name in TEST_FOLDERS if (root / name).is_dir())
+
+
+def list_class_folders(
+    root: str | Path | None, test_every: int = TEST_EVERY, test_folder: str | None = None
+) -> Listing:
+    """`list_files`, which says what to do with layouts that are for packing alone."""
+    try:
+        return list_files(root, test_every, test_folder)
+    except DataError:
+        path = Path(root or "").expanduser()
+        name = find_layout(path) if root is not None and path.is_dir() else "folder"
+        if name == "folder" or (name == "imagenet" and folders_in(path / "val")):
+            raise
+    found = "Tiny-ImageNet's own layout" if name == "tiny-imagenet" else "ImageNet's layout with a flat val/"
+    size = " --size 64" if name == "tiny-imagenet" else ""
+    raise DataError(
+        f"{path} has {found}, where {path / 'val'} has no class folders to be read as they are. Pack it, once: "
+        f"incvec data pack {shlex.quote(str(path))} STORE{size}; then give --dataset packed --data-root STORE."
+    )
 
 
 def list_images(
@@ -65,6 +108,9 @@ def list_images(
     name = layout or find_layout(path)
     if ground_truth is not None and name != "imagenet":
         raise ConfigError(f"a ground-truth file belongs to the layout 'imagenet'; {path} is read as {name!r}")
+    if ground_truth is not None and not ground_truth.is_file():
+        state = "is not a file" if ground_truth.exists() else "does not exist"
+        raise DataError(f"{ground_truth} {state}: --ground-truth names the file with the classes of a flat val/")
     listing = list_files(path, chosen=chosen) if name == "folder" else _list_pair(path, name, chosen, ground_truth)
     return Layout(name, listing, None if chosen is None else chosen.name)
 
@@ -118,7 +164,8 @@ def _list_val(
         if truth is None:
             raise DataError(
                 f"{root / 'val'} holds images but no class folders, and no ground truth lies beside it "
-                f"({', '.join(GROUND_TRUTHS)}). Name the file, or sort the images into one folder a class."
+                f"({', '.join(GROUND_TRUTHS)}). Name the file with --ground-truth where it is packed, or sort "
+                "the images into one folder a class."
             )
     found = _flat(folder, truth, folders_in(root / "train"), None if chosen is None else chosen.classes)
     return *found, f"train/ and val/ by {truth.name}"
@@ -156,7 +203,7 @@ def _flat(
     for file in images:
         name = classes.pop(file.stem, None)
         if name is None:
-            raise DataError(f"{truth} does not say which class {file} has")
+            raise DataError(f"{truth} does not say which class {file} has: add a line for it, or move the image away")
         if wanted is None and name not in everything:
             raise DataError(
                 f"{truth} gives {file.name} the class {name!r}, which has no training folder. Correct it or add the "

@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -30,11 +29,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from incvec.data.decode import read_pixels
+from incvec.data.decode import fitted, read_pixels
 from incvec.data.disk import kept, sync, unwritten, write
-from incvec.data.folder import LONGEST, is_hidden
+from incvec.data.folder import is_hidden
 from incvec.data.layouts import Layout
 from incvec.data.packed import (
     FORMAT,
@@ -42,13 +40,14 @@ from incvec.data.packed import (
     LEFT_OUT,
     PARTS,
     STORE,
-    Bytes,
+    UNREADABLE,
     Progress,
     Store,
     amount,
     checksum,
     chunk_sum,
     digest,
+    is_store,
     open_store,
 )  # fmt: skip
 from incvec.data.plan import VERSIONS, Chunk, Done, Journal, Plan
@@ -58,45 +57,6 @@ SHARD_BYTES = 1 << 31
 CHUNK_BYTES = 1 << 25
 CHUNK_ROWS = 256
 PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a core's cache
-
-
-def fitted(pixels: Tensor, side: int) -> Bytes:
-    """Resize(side) and CenterCrop(side) of uint8 [H, W, 3] as torchvision does them with tensors, bit for bit.
-
-    Gives [3, side, side]. With Pillow's images torchvision is slower and, in a few pixels of a thousand, one level of
-    255 apart. Of very long images the middle alone is resized, since a line of pixels may else become gigabytes.
-    """
-    short = min(pixels.shape[:2])
-    for axis in (0, 1):
-        if (spare := pixels.shape[axis] - LONGEST * short) > 0:
-            pixels = pixels.narrow(axis, spare // 2, LONGEST * short)
-    height, width = pixels.shape[:2]
-    seen = pixels[None].permute(0, 3, 1, 2)  # batch first: only so does torch see the pixels' layout, and keeps it
-    if short != side:
-        long = int(side * max(width, height) / short)
-        height, width = (long, side) if width <= height else (side, long)
-    left, top = round((width - side) / 2), round((height - side) / 2)
-    if short != side:
-        down, down_scale = _needed(pixels.shape[0], height, top + side)
-        right, right_scale = _needed(pixels.shape[1], width, left + side)
-        seen = torch.ops.aten._upsample_bilinear2d_aa(seen, [down, right], False, down_scale, right_scale)
-    cut: Bytes = seen.numpy()[0, :, top : top + side, left : left + side]
-    return cut
-
-
-def _needed(size: int, wanted: int, seen: int) -> tuple[int, float | None]:
-    """How many pixels to make of an axis that is resized from `size` to `wanted`, where the first `seen` are used.
-
-    With the scale to give to torch. It steps by the scale's inverse, which has to be size / wanted to the last bit;
-    where no scale has that inverse, all are made. So they are where `seen` is `size`: torch would not resize at all.
-    """
-    if seen in (size, wanted):
-        return wanted, None
-    near = wanted / size
-    for scale in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)):
-        if 1 / scale == size / wanted:
-            return seen, scale
-    return wanted, None
 
 
 def make_chunk(root: str, chunk: Chunk) -> Done:
@@ -145,7 +105,7 @@ def _watch_parent() -> None:
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
+def locked(root: Path) -> Iterator[None]:
     try:
         handle = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -175,28 +135,36 @@ def pack(
 
     `reading_back` is told how far the check of a broken-off store is, before `progress` hears of packing.
     """
-    if side < 1:
-        raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
-    path, row = Path(root).expanduser(), 3 * side * side
-    if path.resolve().is_relative_to(layout.listing.root.resolve()):
-        raise ConfigError(f"{path} lies in the folder of the images, where it may be taken for a class: choose another")
-    shard_rows = max(1, shard_bytes // row)
-    plan = Plan(path, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
+    path = Path(root).expanduser()
+    plan = make_plan(layout, path, side, shard_bytes, chunk_rows)
     if (path / STORE).is_file():  # it may lie where nothing can be written, a lock included
         return _finished(plan, unreadable)
+    if path.exists() and not path.is_dir():
+        raise DataError(f"{path} is a file: expected the name of a folder to make, or of a broken-off store.")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
             f"{path} cannot be made a folder: {error.strerror}. Choose a place you may write to."
         ) from error
-    with _locked(path):
+    with locked(path):
         if (path / STORE).is_file():  # finished by another process just now
             return _finished(plan, unreadable)
         journal = Journal(path / JOURNAL)
         done = _begin(plan, journal, reading_back)
+        (path / UNREADABLE).unlink(missing_ok=True)  # they may have been mended
         _work(plan, journal, done, workers or cores(), progress)
         return _finish(plan, done, unreadable)
+
+
+def make_plan(layout: Layout, root: Path, side: int, shard_bytes: int, chunk_rows: int | None) -> Plan:
+    if side < 1:
+        raise ConfigError(f"the side is {side}: expected the images' side in pixels, 1 or more")
+    if root.resolve().is_relative_to(layout.listing.root.resolve()):
+        raise ConfigError(f"{root} lies in the folder of the images, where it may be taken for a class: choose another")
+    row = 3 * side * side
+    shard_rows = max(1, shard_bytes // row)
+    return Plan(root, side, layout, shard_rows, chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row, shard_rows)))
 
 
 def cores() -> int:
@@ -211,12 +179,7 @@ def _finished(plan: Plan, unreadable: str) -> Store:
         store.labels(part)  # raises where they are lost
     about = store.about
     if about.get("key") != plan.key:
-        before = {"side": store.side, "classes": len(store.classes), **about.get("versions", {})}
-        now = {"side": plan.side, "classes": len(plan.layout.listing.classes), **VERSIONS}
-        raise DataError(
-            f"{plan.root} holds a store of other images or settings ({_changes(before, now) or 'other files'}). "
-            "Choose another place, or remove it first."
-        )
+        raise another(plan, store, VERSIONS)
     if about.get("sources", plan.sources) != plan.sources:  # stores made before have none
         raise DataError(
             f"{plan.root} was packed from files of the same names but of other sizes or times: images were replaced "
@@ -231,9 +194,21 @@ def _finished(plan: Plan, unreadable: str) -> Store:
     return store
 
 
+def another(plan: Plan, store: Store, versions: Mapping[str, str]) -> DataError:
+    """What to say of a store that is not what the plan would make with these versions."""
+    before = {"side": store.side, "classes": len(store.classes), **store.about.get("versions", {})}
+    now = {"side": plan.side, "classes": len(plan.layout.listing.classes), **versions}
+    return DataError(
+        f"{plan.root} holds a store of other images or settings ({_changes(before, now) or 'other files'}). "
+        "Choose another place, or remove it first."
+    )
+
+
 def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[int, Done]:
     """What earlier packing left that is whole; shards of their full size, where there are none yet."""
     settings, classes, told = journal.read()
+    if settings is None and not journal.path.exists() and is_store(plan.root):
+        open_store(plan.root)  # tells what is wrong with it
     if settings is None:
         strangers = [entry.name for entry in plan.root.iterdir() if not is_hidden(entry.name) and entry.name != JOURNAL]
         if strangers:
@@ -243,31 +218,40 @@ def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[
             f"{plan.root} holds a broken-off packing with other settings ({_changes(settings, plan.settings)}). "
             "Choose another place, or remove it."
         )
-    found = {n: Done(n, *told[key]) for n, key in enumerate(plan.chunk_keys) if key in told}
+    found = {
+        chunk.number: Done(chunk.number, *told[key])
+        for chunk in plan.work
+        if told and (key := plan.chunk_key(chunk)) in told
+    }
     if settings is not None and not found and classes != plan.classes:  # another data set's is not written over
         raise DataError(
             f"{plan.root} holds a broken-off packing of other images, with other classes. Choose another place, or "
             "remove it."
         )
-    whole = _whole(plan, found, reading_back)
-    shards = dict(shard for part in PARTS for shard in plan.shards(part))
-    _check_space(plan, shards)
+    whole = unbroken(plan, found, reading_back)
+    check_space(plan)
     if settings is None:
         journal.write({"settings": plan.settings, "classes": plan.classes})
+    shards = {shard for part in PARTS for shard, _ in plan.shards(part)}
     for old in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
         if old.name not in shards:  # there were more images
             old.unlink()
-    for shard, rows in shards.items():
-        try:
-            with open(plan.root / shard, "ab") as file:
-                file.truncate(rows * plan.row_bytes)  # full length, no blocks yet
-        except OSError as error:
-            raise DataError(unwritten(plan.root / shard, error)) from error
+    set_lengths(plan)
     return whole
 
 
-def _whole(plan: Plan, found: Mapping[int, Done], reading_back: Progress | None) -> dict[int, Done]:
-    """Of the chunks that the journal tells of, those whose bytes are there."""
+def set_lengths(plan: Plan) -> None:
+    """Shards of their full length; what is missing takes no space yet."""
+    for shard, rows in (shard for part in PARTS for shard in plan.shards(part)):
+        try:
+            with open(plan.root / shard, "ab") as file:
+                file.truncate(rows * plan.row_bytes)
+        except OSError as error:
+            raise DataError(unwritten(plan.root / shard, error)) from error
+
+
+def unbroken(plan: Plan, found: Mapping[int, Done], reading_back: Progress | None) -> dict[int, Done]:
+    """Of the chunks that are told of, those whose bytes are there."""
     claimed = [chunk for chunk in plan.work if chunk.number in found and not found[chunk.number].bad]
     # Those with files that could not be read are made again: such files may have been mended since.
 
@@ -290,9 +274,9 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in names)
 
 
-def _check_space(plan: Plan, shards: Iterable[str]) -> None:
+def check_space(plan: Plan) -> None:
     total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
-    files = [plan.root / shard for shard in shards]
+    files = [plan.root / shard for part in PARTS for shard, _ in plan.shards(part)]
     needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
     free = shutil.disk_usage(plan.root).free
     if needed > free:
@@ -313,9 +297,9 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
     shard, synced = Path(), Future[None]()
     synced.set_result(None)
     with ThreadPoolExecutor(1) as writer:  # what is made goes to the disk while more is being made
-        for chunk, made in _made(str(plan.root), left, min(workers, len(left))):
-            journal.write({"chunk": plan.chunk_keys[made.number], "sum": made.sum, "bad": made.bad})
-            done[made.number] = made
+        for chunk, one in made(plan, left, min(workers, len(left))):
+            journal.write({"chunk": plan.chunk_key(chunk), "sum": one.sum, "bad": one.bad})
+            done[one.number] = one
             count += len(chunk.files)
             if synced.done():
                 kept(shard, synced.result)
@@ -326,9 +310,12 @@ def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, pro
         kept(shard, synced.result)
 
 
-def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
+def made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
+    """Its files are looked at when a chunk is handed out: before they are decoded, and while others are."""
+    root, jobs = str(plan.root), dict[Future[Done], Chunk]()
     if workers <= 1:
         for chunk in chunks:
+            plan.chunk_key(chunk)
             yield chunk, make_chunk(root, chunk)
         return
     # Not forked from here: a process with threads (a progress bar is one) must not be.
@@ -337,7 +324,9 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
         context.set_forkserver_preload([__name__, "torchvision.io"])
     with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
         try:
-            jobs: dict[Future[Done], Chunk] = {pool.submit(make_chunk, root, chunk): chunk for chunk in chunks}
+            for chunk in chunks:
+                plan.chunk_key(chunk)
+                jobs[pool.submit(make_chunk, root, chunk)] = chunk
             for job in as_completed(jobs):
                 yield jobs[job], job.result()
         except BrokenProcessPool as error:
@@ -352,7 +341,7 @@ def _made(root: str, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
 def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
     chunks = plan.work
     bad = [message for chunk in chunks for _, message in done[chunk.number].bad]
-    unread = plan.root / "unreadable.txt"
+    unread = plan.root / UNREADABLE
     if bad:
         write(unread, "\n".join(bad) + "\n")
     if bad and unreadable == "refuse":

@@ -33,6 +33,7 @@ from incvec.errors import DataError
 FORMAT = 2
 STORE = "store.json"
 JOURNAL = "journal.jsonl"
+UNREADABLE = "unreadable.txt"  # what a broken-off packing could not read
 PARTS = ("train", "test")
 LEFT_OUT = -1
 ROOM = 0.6  # of the free memory: what resident images may take, the rest being the network's
@@ -222,7 +223,7 @@ class Store:
         path = self.root / f"{part}-labels.bin"
         content = _read(path)
         if len(content) != 4 * self.parts[part].rows or digest(content) != self.parts[part].labels_hash:
-            raise DataError(f"{path} is damaged: it does not match its hash in {STORE}. {REMEDY}")
+            raise DataError(f"{path} is damaged: it does not match its hash in {STORE}. {REPAIR}")
         return np.frombuffer(content, dtype="<i4")
 
     def images(self, part: str, placement: Placement | None = None) -> tuple[PackedImages, Tensor]:
@@ -234,27 +235,62 @@ class Store:
 
 
 REMEDY = "Pack it again: remove the store and run `incvec data pack`."
+REPAIR = (
+    "To mend it, run the `incvec data pack` that made it again with --repair: what is damaged alone is packed anew."
+)
 
 
 def is_store(path: str | Path) -> bool:
-    return (Path(path) / STORE).is_file() or (Path(path) / JOURNAL).is_file()
+    """Whether it is one, or was to be one, in whatever state."""
+    return (Path(path) / STORE).is_file() or (Path(path) / JOURNAL).is_file() or _lost_account(Path(path))
+
+
+def _lost_account(path: Path) -> bool:
+    """By what else a finished store has; one shard may be anybody's."""
+    return (path / "train-00000.bin").is_file() and (path / "train-files.txt").is_file()
 
 
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise DataError(f"{path} is missing. {REMEDY}") from None
+        raise DataError(f"{path} is missing. {REPAIR}") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def open_store(root: str | Path) -> Store:
     """Open a store: its account, the sizes of its files; the images stay where they are."""
+    store = read_account(root)
+    size = int(np.prod(store.row))
+    for part in store.parts.values():
+        for name, rows in part.shards:
+            file = store.root / name
+            have = file.stat().st_size if file.is_file() else None
+            if have is None:
+                raise DataError(f"{file} is missing. {REPAIR}")
+            if have != rows * size:
+                state = "cut short" if have < rows * size else "too long"
+                raise DataError(f"{file} is {state}: {have} bytes, expected {rows * size}. {REPAIR}")
+    return store
+
+
+def read_account(root: str | Path) -> Store:
+    """What a store says of itself, whatever state its other files are in."""
     path = Path(root).expanduser()
     if not (path / STORE).is_file():
+        if (path / JOURNAL).is_file() and (path / UNREADABLE).is_file():
+            raise DataError(
+                f"{path} is a store whose packing was broken off, for images that cannot be read: they are listed in "
+                f"{path / UNREADABLE}. Replace or remove them and run the same `incvec data pack` again, or leave them "
+                "out with --unreadable leave-out."
+            )
         if (path / JOURNAL).is_file():
             raise DataError(f"{path} is a store whose packing was broken off: run the same `incvec data pack` to go on")
+        if _lost_account(path):
+            raise DataError(
+                f"{path} is a packed store that has lost its {STORE}, without which it cannot be verified. {REMEDY}"
+            )
         if not path.exists():
             raise DataError(f"{path} does not exist: expected a packed store, made by `incvec data pack SRC DST`")
         raise DataError(f"{path} is not a packed store: it has no {STORE}. `incvec data pack` makes one.")
@@ -277,21 +313,11 @@ def open_store(root: str | Path) -> Store:
             )
             for name, part in account["parts"].items()
         }
-        store = Store(
+        return Store(
             path, int(account["side"]), tuple(account["classes"]), account["about"], parts, account["fingerprint"]
         )
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path / STORE} is damaged: {error}. {REMEDY}") from None
-    size = int(np.prod(store.row))
-    for part in parts.values():
-        for file, rows in part.shards:
-            have = (path / file).stat().st_size if (path / file).is_file() else None
-            if have is None:
-                raise DataError(f"{path / file} is missing. {REMEDY}")
-            if have != rows * size:
-                state = "cut short" if have < rows * size else "too long"
-                raise DataError(f"{path / file} is {state}: {have} bytes, expected {rows * size}. {REMEDY}")
-    return store
 
 
 def verify_chunks(
@@ -360,13 +386,13 @@ def check(root: str | Path, progress: Progress | None = None) -> list[str]:
     for name, part in store.parts.items():
         labels = store.labels(name)
         if digest(_read(store.root / f"{name}-files.txt")) != part.files_hash:
-            raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REMEDY}")
+            raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REPAIR}")
         if len(part.sums) != len(part.chunks()):
             raise DataError(f"{store.root / STORE} has {len(part.sums)} checksums for {len(part.chunks())} chunks")
         broken = verify_chunks(store.root, part, row, looked_at)
         if broken:
             more = f" and {len(broken) - 3} more places" if len(broken) > 3 else ""
-            raise DataError(f"bytes were altered in {'; '.join(broken[:3])}{more}. {REMEDY}")
+            raise DataError(f"bytes were altered in {'; '.join(broken[:3])}{more}. {REPAIR}")
         counts: list[int] = np.bincount(labels[labels != LEFT_OUT], minlength=len(store.classes)).tolist()
         words = "training" if name == "train" else "test"
         lines.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -84,14 +84,16 @@ class Plan:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """By part, a line with the file of every row, below the data set's root where it lies there."""
-        root = str(self.layout.listing.root).rstrip(os.sep) + os.sep
+        """By part, a line with the file of every row."""
+        return {part: "".join(f"{self._name(str(file))}\n" for file, _ in self.files(part)) for part in PARTS}
 
-        def lines(part: str) -> str:  # strings, not paths: there may be millions
-            names = (str(file).removeprefix(root).replace("\n", "\\n") for file, _ in self.files(part))
-            return "".join(f"{name}\n" for name in names).replace(os.sep, "/")
+    @cached_property
+    def _top(self) -> str:
+        return str(self.layout.listing.root).rstrip(os.sep) + os.sep
 
-        return {part: lines(part) for part in PARTS}
+    def _name(self, file: str) -> str:
+        """Below the data set's root where it lies there; strings, not paths: there may be millions."""
+        return file.removeprefix(self._top).replace("\n", "\\n").replace(os.sep, "/")
 
     @property
     def settings(self) -> dict[str, int | str]:
@@ -105,32 +107,35 @@ class Plan:
         return digest(json.dumps(self.layout.listing.classes).encode())
 
     @cached_property
-    def chunk_keys(self) -> tuple[str, ...]:
-        """For every chunk what its bytes hang on beside that: its place, and its files' names, sizes and times."""
-        keys = []
-        for part in PARTS:
-            names, row = self.names[part].split("\n"), 0
-            for shard, offset, files in self.chunks(part):
-                content = [shard, offset, names[row : row + len(files)], [_stamp(file) for file in files]]
-                keys.append(digest(json.dumps(content).encode())[:32])
-                row += len(files)
-        return tuple(keys)
+    def _keys(self) -> dict[int, str]:
+        return {}
+
+    def chunk_key(self, chunk: Chunk) -> str:
+        """What its bytes hang on beside that: its place, and its files' names, sizes and times when first asked for."""
+        if chunk.number not in self._keys:
+            names, stamps = [self._name(file) for file in chunk.files], [_stamp(file) for file in chunk.files]
+            content = json.dumps([chunk.shard, chunk.offset, names, stamps])
+            self._keys[chunk.number] = digest(content.encode())[:32]
+        return self._keys[chunk.number]
 
     @property
     def sources(self) -> str:
         """The same as long as no image is replaced."""
-        return digest("".join(self.chunk_keys).encode())
+        return digest("".join(self.chunk_key(chunk) for chunk in self.work).encode())
 
     @cached_property
     def key(self) -> str:
-        """The same for packings of files of the same names, with the same labels and settings."""
+        return self.key_with(VERSIONS)
+
+    def key_with(self, versions: Mapping[str, str]) -> str:
+        """The same for packings of files of the same names, with the same labels, settings and versions."""
         settings = [
             FORMAT,
             self.side,
             self.shard_rows,
             self.chunk_rows,
             self.layout.listing.classes,
-            *VERSIONS.values(),
+            *versions.values(),
         ]
         listed = [(self.names[part], [label for _, label in self.files(part)]) for part in PARTS]
         return digest(json.dumps([settings, listed]).encode())

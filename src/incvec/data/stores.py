@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from incvec.data.class_lists import ClassList, find_class_list
+from incvec.data.class_lists import WNID, ClassList, find_class_list
 from incvec.data.dataset import Dataset
 from incvec.data.folder import IMAGENET, decode_listing
 from incvec.data.layouts import list_images
@@ -55,7 +56,8 @@ def load(
         raise ConfigError(f"{name!r} has all its classes; a class list is for 'imagenet-subset' or 'packed'")
     wanted = class_list or (NAMED[name].class_list if name in NAMED else None)
     chosen = find_class_list(wanted) if wanted is not None else None
-    remedy = f"Give a data root that holds {name}, or make its store, once: {_command(name, wanted, 'IMAGES')}"
+    held = name if name in NAMED else "these classes"
+    remedy = f"Give a data root that holds {held}, or make its store, once: {_command(name, wanted, 'IMAGES')}"
     inner = path / name
     path = inner if is_store(inner) and not is_store(path) else path
     if not is_store(path):
@@ -89,14 +91,20 @@ def load(
 def _command(name: str, class_list: str | None, source: str) -> str:
     """What packs the images of that data set."""
     size = NAMED[name].size if name in NAMED else 256
-    return f"incvec data pack {source} STORE --size {size}" + (f" --classes {class_list}" if class_list else "")
+    classes = f" --classes {shlex.quote(class_list)}" if class_list else ""
+    return f"incvec data pack {shlex.quote(source)} STORE --size {size}{classes}"
 
 
 def _amiss(name: str, have: tuple[str, ...], chosen: ClassList | None) -> str:
     """What is wrong with a store's classes, if anything."""
+    if chosen is None and name in NAMED:
+        if len(have) != NAMED[name].classes:
+            return f"holds {len(have)} classes, {name!r} has {NAMED[name].classes}"
+        other = next((found for found in have if not WNID.fullmatch(found)), None)
+        told = f"holds a class {other!r}; those of {name!r} have WordNet's numbers for names, such as n01440764"
+        return "" if other is None else told
     if chosen is None:
-        fits = name not in NAMED or len(have) == NAMED[name].classes
-        return "" if fits else f"holds {len(have)} classes, {name!r} has {NAMED[name].classes}"
+        return ""
     missing = sorted(set(chosen.classes) - set(have))
     some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
     return f"lacks {len(missing)} of the {len(chosen.classes)} classes of {chosen.name!r} ({some})" if missing else ""
@@ -170,8 +178,5 @@ def _decoded(name: str, path: Path, chosen: ClassList | None, remedy: str) -> Da
     except DataError as error:
         raise DataError(f"{str(error).rstrip('.')}. {remedy}") from None
     dataset = decode_listing(layout.listing, NAMED[name].size)
-    about = {
-        "layout": layout.name, "split": layout.listing.rule, "class_list": layout.class_list, "left_out": 0,
-        "side": NAMED[name].size, "seen": NAMED[name].size,
-    }  # fmt: skip
+    about = {**dataset.about, "layout": layout.name, "class_list": layout.class_list}
     return replace(dataset, name=name, about=about)

@@ -1,0 +1,102 @@
+"""Mending a store whose account is whole: what does not match its checksum is made again, to the same bytes.
+
+`store.json` is not touched. Whatever is made has to have the checksum that stands there, so a store that is mended is
+the one that was packed; mending that was broken off begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from incvec.data.disk import kept, sync, write
+from incvec.data.layouts import Layout
+from incvec.data.pack import SHARD_BYTES, another, check_space, cores, locked, made, make_plan, set_lengths, unbroken
+from incvec.data.packed import LEFT_OUT, PARTS, REMEDY, STORE, Progress, Store, digest, open_store, read_account
+from incvec.data.plan import VERSIONS, Chunk, Done, Plan
+from incvec.errors import DataError
+
+
+def repair(
+    layout: Layout,
+    root: str | Path,
+    side: int = 256,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    chunk_rows: int | None = None,
+    reading_back: Progress | None = None,
+) -> tuple[Store, list[str]]:
+    """Verify a finished store and mend it from the images it was made of; returns it opened, and what was mended."""
+    plan = make_plan(layout, Path(root).expanduser(), side, shard_bytes, chunk_rows)
+    store = read_account(plan.root)
+    versions = store.about.get("versions", {})  # it may have been made with others: the checksums decide
+    if store.about.get("key") != plan.key_with(versions):
+        raise another(plan, store, versions)
+    sums = [checksum for part in PARTS for checksum in store.parts[part].sums]
+    told = {chunk.number: Done(chunk.number, right, []) for chunk, right in zip(plan.work, sums, strict=True)}
+    with locked(plan.root):
+        whole = unbroken(plan, told, reading_back)
+        check_space(plan)
+        set_lengths(plan)
+        bad = [chunk for chunk in plan.work if chunk.number not in whole]
+        _remake(plan, bad, told, workers or cores(), progress)
+        return open_store(plan.root), [*(_place(plan, chunk) for chunk in bad), *_mend_indices(plan, store)]
+
+
+def _place(plan: Plan, chunk: Chunk) -> str:
+    first = chunk.offset // plan.row_bytes
+    return f"{chunk.shard}, rows {first} to {first + len(chunk.files) - 1}"
+
+
+def _remake(plan: Plan, bad: list[Chunk], told: dict[int, Done], workers: int, progress: Progress | None) -> None:
+    count, total = 0, sum(len(chunk.files) for chunk in bad)
+    if bad and progress is not None:
+        progress(count, total)
+    for chunk, one in made(plan, bad, min(workers, len(bad))):
+        if one.sum != told[chunk.number].sum:
+            cannot = f" {len(one.bad)} of its images cannot be read, such as {one.bad[0][1]}" if one.bad else ""
+            raise DataError(
+                f"{plan.root / _place(plan, chunk)} cannot be made again as it was: its images, or what decodes them "
+                f"({', '.join(f'{name} {number}' for name, number in VERSIONS.items())}), are others now.{cannot} "
+                f"{REMEDY}"
+            )
+        count += len(chunk.files)
+        if progress is not None:
+            progress(count, total)
+    for shard in {chunk.shard for chunk in bad}:
+        kept(plan.root / shard, partial(sync, plan.root / shard))
+
+
+def _mend_indices(plan: Plan, store: Store) -> list[str]:
+    """Labels and file names, where they are not what they were; the images are by now."""
+    mended = []
+    for part in PARTS:
+        account = store.parts[part]
+        labels = np.array([label for _, label in plan.files(part)], dtype="<i4")
+        for file, wanted, content in (
+            (f"{part}-labels.bin", account.labels_hash, labels.tobytes()),
+            (f"{part}-files.txt", account.files_hash, os.fsencode(plan.names[part])),
+        ):
+            path = plan.root / file
+            if path.is_file() and digest(path.read_bytes()) == wanted:
+                continue
+            if digest(content) != wanted and file.endswith("labels.bin"):
+                content = _without_zeros(store, part, labels).tobytes()
+            if digest(content) != wanted:
+                raise DataError(f"{path} cannot be made again as {STORE} tells of it. {REMEDY}")
+            write(path, content)
+            mended.append(file)
+    return mended
+
+
+def _without_zeros(store: Store, part: str, labels: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The labels where rows of zeros are images that were left out; the hash says whether they are."""
+    row = int(np.prod(store.row))
+    shards = [np.memmap(store.root / name, np.uint8, "r", shape=(rows, row)) for name, rows in store.parts[part].shards]
+    seen = np.concatenate([np.fromiter((image.any() for image in shard), bool, len(shard)) for shard in shards])
+    return np.where(seen, labels, LEFT_OUT).astype("<i4")

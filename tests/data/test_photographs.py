@@ -1,0 +1,140 @@
+"""Views of two real photographs, scikit-learn's china.jpg and flower.jpg, beside what torchvision makes of them.
+
+Each sample has its own box, flip and colours; torchvision is given the same ones, image by image.
+"""
+
+import pytest
+import torch
+from sklearn.datasets import load_sample_image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from incvec.data import views as v
+from incvec.data.decode import fitted
+from incvec.data.resize import ResizedViews, resized_boxes
+from incvec.data.views import draw_boxes
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NAMES = ("china.jpg", "flower.jpg")
+COUNT, SIDE = 24, 224
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    """[2, 3, 427, 640]."""
+    return torch.stack([torch.tensor(load_sample_image(name)).permute(2, 0, 1) for name in NAMES])
+
+
+@pytest.fixture(scope="module")
+def stored(photographs):
+    """The two as packing stores them, in turns: [24, 3, 256, 256]."""
+    rows = [torch.from_numpy(fitted(image.permute(1, 2, 0).contiguous(), 256).copy()) for image in photographs]
+    return torch.stack(rows * (COUNT // 2))
+
+
+def seeded(device, seed=5):
+    return torch.Generator(device).manual_seed(seed)
+
+
+def box_of(boxes, i):
+    return [int(edge[i]) for edge in boxes]
+
+
+def normalised(image):
+    return tv.normalize(image, MEAN, STD)
+
+
+def test_they_are_stored_as_torchvision_cuts_them(photographs, stored):
+    cut = v2.Compose([v2.Resize(256), v2.CenterCrop(256)])
+    for image, row in zip(photographs, stored, strict=False):
+        assert torch.equal(row, cut(image))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_boxes_are_torchvisions_resized_crops(photographs, device):
+    """Of whole photographs, larger and smaller than what they are brought to."""
+    images = photographs.repeat(COUNT // 2, 1, 1, 1).to(device)
+    boxes = draw_boxes(images, seeded(device), scale=(0.08, 1.0))
+    mine = resized_boxes(images, boxes, SIDE).cpu()
+    assert boxes[2].min() < SIDE < boxes[2].max()
+    for i, seen in enumerate(mine):
+        rounded = tv.resized_crop(images[i].cpu(), *box_of(boxes, i), [SIDE, SIDE], antialias=True)
+        assert (seen - rounded).abs().max() <= 1.5  # of 255: torchvision rounds after each of two passes
+        assert (seen - rounded).abs().mean() <= 0.5
+        exact = tv.resized_crop(images[i].cpu().float(), *box_of(boxes, i), [SIDE, SIDE], antialias=True)
+        assert torch.allclose(seen, exact, atol=0.02)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_train_view(stored, device):
+    seen = ResizedViews(256, SIDE, True, 0.3, MEAN, STD).to(device)("train", stored.to(device), seeded(device)).cpu()
+    draws, images = seeded(device), stored.to(device)
+    boxes = draw_boxes(images, draws, scale=(0.08, 1.0))
+    mirrored = torch.rand(COUNT, generator=draws, device=device) < 0.5
+    factors = 0.7 + 0.6 * torch.rand(COUNT, generator=draws, device=device)
+    assert 0 < mirrored.sum() < COUNT
+    for i in range(COUNT):
+        theirs = tv.resized_crop(stored[i].float() / 255, *box_of(boxes, i), [SIDE, SIDE], antialias=True)
+        theirs = tv.horizontal_flip(theirs) if mirrored[i] else theirs
+        theirs = normalised(tv.adjust_brightness(theirs, float(factors[i])))
+        assert torch.allclose(seen[i], theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_strong_view(stored, device):
+    """FCS's: grey or not, brightness, contrast, saturation and hue, each sample its own."""
+    seen = ResizedViews(256, SIDE, True, 0.0, MEAN, STD).to(device)("strong", stored.to(device), seeded(device)).cpu()
+    draws, images = seeded(device), stored.to(device)
+
+    def uniform(low, high):
+        return (low + (high - low) * torch.rand(COUNT, generator=draws, device=device)).tolist()
+
+    boxes = draw_boxes(images, draws, scale=(0.2, 1.0))
+    grey = [draw < 0.2 for draw in uniform(0, 1)]
+    brightness, contrast, saturation = uniform(0.6, 1.4), uniform(0.6, 1.4), uniform(0.6, 1.4)
+    hue = uniform(-0.4, 0.4)
+    mirrored = [draw < 0.5 for draw in uniform(0, 1)]
+    assert 0 < sum(grey) < COUNT
+    assert 0 < sum(mirrored) < COUNT
+    for i in range(COUNT):
+        theirs = tv.resized_crop(stored[i].float() / 255, *box_of(boxes, i), [SIDE, SIDE], antialias=True)
+        theirs = tv.rgb_to_grayscale(theirs, 3) if grey[i] else theirs
+        theirs = tv.adjust_contrast(tv.adjust_brightness(theirs, brightness[i]), contrast[i])
+        theirs = tv.adjust_hue(tv.adjust_saturation(theirs, saturation[i]), hue[i])
+        theirs = normalised(tv.horizontal_flip(theirs) if mirrored[i] else theirs)
+        assert torch.allclose(seen[i], theirs, atol=5e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_test_views(photographs, stored, device):
+    usual = v2.Compose([v2.Resize(256), v2.CenterCrop(SIDE), v2.ToDtype(torch.float32, scale=True)])
+    views = ResizedViews(256, SIDE, True, 0.3, MEAN, STD).to(device)
+    for i, image in enumerate(photographs):
+        theirs = normalised(usual(image))
+        row = stored[i : i + 1].to(device)
+        assert torch.allclose(views("test", row)[0].cpu(), theirs, atol=1e-5)
+        assert torch.allclose(views("flipped", row)[0].cpu(), tv.horizontal_flip(theirs), atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padded_crops(stored, device):
+    """The train view of small images, as CIFAR-100's and Tiny-ImageNet's: RandomCrop with padding, flip, brightness."""
+    small = tv.resize(stored, [64, 64], antialias=True)
+    views = v.Views(8, True, 0.3, MEAN, STD).to(device)
+    seen = views("train", small.to(device), seeded(device)).cpu()
+    draws = seeded(device)
+    top, left = (8 + torch.randint(-8, 9, (2, COUNT), generator=draws, device=device)).tolist()
+    mirrored = torch.rand(COUNT, generator=draws, device=device) < 0.5
+    factors = 0.7 + 0.6 * torch.rand(COUNT, generator=draws, device=device)
+    for i in range(COUNT):
+        theirs = tv.crop(tv.pad(small[i], [8]), top[i], left[i], 64, 64)
+        theirs = tv.horizontal_flip(theirs) if mirrored[i] else theirs
+        theirs = tv.adjust_brightness(theirs.float() / 255, float(factors[i]))
+        assert torch.allclose(seen[i], normalised(theirs), atol=1e-5)

@@ -1,0 +1,140 @@
+"""A damaged store is mended where it is damaged, to the bytes it had."""
+
+import os
+
+import pytest
+
+from incvec.data import pack as packing
+from incvec.data import plan as planning
+from incvec.data.layouts import list_images
+from incvec.data.packed import check, open_store
+from incvec.data.repair import repair
+from incvec.errors import ConfigError, DataError
+from tests.data.pictures import contents, make_root, make_store, photo, save
+
+SETTINGS = {"chunk_rows": 4, "shard_bytes": 6 * 3 * 16 * 16, "workers": 1}  # three training shards of two chunks each
+
+
+@pytest.fixture
+def root(tmp_path):
+    return make_root(tmp_path / "root")
+
+
+@pytest.fixture
+def store(root, tmp_path):
+    return make_store(root, tmp_path / "store", 16, **SETTINGS).root
+
+
+def mend(root, store, side=16, **options):
+    return repair(list_images(root), store, side, **{**SETTINGS, **options})[1]
+
+
+def flip(file, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
+def lose(file):
+    file.unlink()
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def lengthen(file):
+    file.write_bytes(file.read_bytes() + b"more")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "mended"),
+    [
+        ("train-00001.bin", lambda file: flip(file, 3 * 16 * 16 * 5), ["train-00001.bin, rows 4 to 5"]),
+        ("test-00000.bin", lambda file: flip(file, 0), ["test-00000.bin, rows 0 to 3"]),
+        ("train-00002.bin", cut, ["train-00002.bin, rows 0 to 2"]),
+        ("train-00000.bin", lose, ["train-00000.bin, rows 0 to 3", "train-00000.bin, rows 4 to 5"]),
+        ("train-00000.bin", lengthen, []),
+        ("train-labels.bin", lose, ["train-labels.bin"]),
+        ("test-labels.bin", lambda file: flip(file, 4), ["test-labels.bin"]),
+        ("test-files.txt", lambda file: flip(file, 9), ["test-files.txt"]),
+        ("train-files.txt", lose, ["train-files.txt"]),
+    ],
+)
+def test_what_is_damaged_alone_is_made_again(root, store, monkeypatch, name, damage, mended):
+    before, made, told = contents(store), [], []
+    make = packing.make_chunk
+    monkeypatch.setattr(packing, "make_chunk", lambda *work: (made.append(work), make(*work))[1])
+    damage(store / name)
+    with pytest.raises(DataError, match=f"{name}.* with --repair"):
+        check(store)
+    assert mend(root, store, reading_back=lambda *n: told.append(n)) == mended
+    assert contents(store) == before
+    assert len(made) == sum("rows" in place for place in mended)
+    assert told[-1] == (21, 21)
+    check(store)
+
+
+def test_all_of_it_at_once_and_by_several_processes(root, store):
+    before = contents(store)
+    for name in ("train-00000.bin", "train-00001.bin", "test-labels.bin", "train-files.txt"):
+        (store / name).unlink()
+    flip(store / "test-00000.bin", 7)
+    told = []
+    assert len(mend(root, store, workers=2, progress=lambda *n: told.append(n))) == 7
+    assert (told[0], told[-1]) == ((0, 16), (16, 16))
+    assert contents(store) == before
+
+
+def test_lost_labels_of_a_store_without_some_images(root, tmp_path):
+    for place in ("train/n00000001/001x.jpg", "train/n00000002/x.jpg", "val/n00000000/9.jpg"):
+        (root / place).write_text("no image")
+    store = make_store(root, tmp_path / "store", 16, unreadable="leave-out", **SETTINGS).root
+    before = contents(store)
+    (store / "train-labels.bin").unlink()
+    (store / "test-labels.bin").unlink()
+    flip(store / "train-00001.bin", 3 * 16 * 16)
+    assert mend(root, store) == ["train-00001.bin, rows 0 to 3", "train-labels.bin", "test-labels.bin"]
+    assert contents(store) == before
+    assert len(open_store(store).images("train")[0]) == 15
+
+
+def test_images_replaced_since_cannot_mend_it(root, store):
+    """Others may have new times, as copies do: what counts is the bytes that are made of them."""
+    for file in root.rglob("*.png"):
+        os.utime(file, (1, 1))
+    flip(store / "train-00000.bin", 0)
+    assert mend(root, store) == ["train-00000.bin, rows 0 to 3"]
+    check(store)
+    flip(store / "train-00000.bin", 0)
+    save(photo(99, 20, 20), root / "train" / "n00000000" / "000.png")
+    with pytest.raises(DataError, match=r"train-00000.bin, rows 0 to 3 cannot be made again as it was.*remove the"):
+        mend(root, store)
+    (root / "train" / "n00000000" / "000.png").write_text("no image")
+    with pytest.raises(DataError, match=r"1 of its images cannot be read, such as .*000.png"):
+        mend(root, store)
+
+
+def test_a_store_made_with_other_versions_is_mended_where_the_bytes_agree(root, tmp_path, monkeypatch):
+    with monkeypatch.context() as then:
+        then.setitem(planning.VERSIONS, "torch", "2.0")
+        store = make_store(root, tmp_path / "store", 16, **SETTINGS).root
+    before = contents(store)
+    (store / "train-00000.bin").unlink()
+    mend(root, store)
+    assert contents(store) == before
+
+
+def test_another_store_is_not_mended(root, store, tmp_path):
+    before = contents(store)
+    with pytest.raises(DataError, match=r"other images or settings \(side 16, now 8\)"):
+        mend(root, store, 8)
+    with pytest.raises(DataError, match=r"other images or settings \(classes 3, now 4\)"):
+        mend(make_root(tmp_path / "other", classes=4), store)
+    with pytest.raises(ConfigError, match="lies in the folder of the images"):
+        mend(root, root / "store")
+    flip(store / "store.json", 40)
+    with pytest.raises(DataError, match=r"store.json is damaged.*remove the store"):
+        mend(root, store)
+    flip(store / "store.json", 40)
+    assert contents(store) == before
