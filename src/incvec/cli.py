@@ -24,6 +24,7 @@ from incvec import packing, sweeping
 from incvec.addons import ADDONS, find_addon
 from incvec.config import RunConfig, assign
 from incvec.data import DATASETS, check, load_dataset
+from incvec.data.packed import is_store
 from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.checkpoints import check_finished
@@ -254,13 +255,13 @@ def resolve_tree(tree: dict[str, Any]) -> RunConfig:
 def finished(config: RunConfig, folder: Path, data_root: Path | None) -> dict[str, Any] | None:
     """The record of a run that is done; None where it is not.
 
-    Saying so needs no data, but those that are given have to be those it was trained on.
+    Saying so needs no data. A store tells at once which images it holds, and these have to be the run's.
     """
     file = folder / "record.json"
     if not file.exists():
         return None
     record, data = read_record(file), None
-    if data_root is not None:
+    if data_root is not None and is_store(data_root):
         with contextlib.suppress(DataError):
             data = load_dataset(config.dataset, data_root, **config.data_options())
     check_finished(config, data, record, file)

@@ -150,15 +150,35 @@ def test_filters_are_as_long_as_s_says() -> None:
     weight, anchor = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 4.0]])
     product = fold(weight, anchor, [2.0, -1.0], [10.0, 1.0], 0.75)
     assert torch.allclose(product.anchor, torch.tensor([[10.0, 0.0], [0.0, 4.0]]))
-    weight.copy_(torch.tensor([[0.0, 8.0], [0.0, 5.0]]))  # wherever they are taken
+    weight.copy_(torch.tensor([[0.0, 8.0], [0.0, 2.0]]))  # wherever they are taken
     slope = product.part()
     assert torch.allclose(weight.norm(dim=1), torch.tensor([1 + 0.75 * 4, 4 - 0.75 * 2]))
-    assert torch.allclose(slope[:, None] * weight, torch.tensor([[0.0, 8.0], [0.0, 5.0]]))
+    assert torch.allclose(slope[:, None] * weight, torch.tensor([[0.0, 8.0], [0.0, 2.0]]))
     assert slope[1] < 0  # filters point where they pointed before
 
 
+@pytest.mark.parametrize("scale", [0.5, 0.999, 1.0])
+@pytest.mark.parametrize("size", [1e-3, 1e-10, 1e-23, 0.0])
+def test_no_slope_is_steeper_than_those_it_lies_between(size: float, scale: float) -> None:
+    """A filter that has vanished goes half the way back, and is long enough then, whatever S of the slope says.
+
+    Down to squares that are too small for a number.
+    """
+    weight = torch.full((1, 4), size)
+    product = fold(weight, torch.ones(1, 4), [316.0], [1.0], scale)
+    weight.lerp_(product.anchor, 0.5)
+    wanted = weight.clone()
+    slope = product.part()
+    assert 0 < slope.item() <= 316.001
+    assert torch.allclose(slope * weight, wanted)
+    tiny = torch.full((1, 4), 1e-23)
+    both = fold(tiny, torch.full((1, 4), 1e-23), [316.0], [316.0], scale)
+    assert torch.isfinite(both.part()).all()
+    assert torch.isfinite(tiny).all()
+
+
 @pytest.mark.parametrize("longer", [1.0, 1e-3, 1e3])
-def test_how_long_the_anchors_filters_are_makes_no_difference(longer: float) -> None:
+def test_how_long_the_anchors_filters_are_makes_no_difference_to_one_s(longer: float) -> None:
     """The same function, told by other lengths: what goes back is the same, and lies between old and new."""
     torch.manual_seed(1)
     now, then, x = torch.randn(3, 5), torch.randn(3, 5), torch.randn(7, 5)
@@ -176,12 +196,15 @@ def test_which_layer_feeds_a_norm() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second, self.biased = (nn.Linear(3, 3, bias=bias) for bias in (False, False, True))
-            self.a, self.b, self.c, self.d = (nn.BatchNorm1d(3) for _ in range(4))
+            self.shared = nn.Linear(3, 3, bias=False)
+            self.a, self.b, self.c, self.d, self.e, self.f = (nn.BatchNorm1d(3) for _ in range(6))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.a(self.first(x))
             x = self.b(self.second(x).relu())  # not as it is
-            return self.d(self.c(self.biased(x)))  # a bias, and no layer at all
+            x = self.d(self.c(self.biased(x)))  # a bias, and no layer at all
+            x = self.shared(x)
+            return self.e(x) + self.f(x)  # two norms of one layer
 
     net = Net()
 

@@ -235,6 +235,7 @@ def test_which_reading_is_the_default() -> None:
     layers = {**reading(method="pass"), "batchnorm": "layer"}
     assert all(reading(method="pass", dataset=name) == layers for name in ("digits", "packed", "tiny-imagenet-100"))
     assert reading(method="fcs", dataset="tiny-imagenet-100", variant="short") == layers
+    assert reading(method="pass", variant="authors") == layers  # a ResNet-18
     usual = resolve(given).resolved()
     assert changed_settings(usual) == {}
     old = {key: value for key, value in usual["ivt"].items() if key not in letter}
@@ -473,6 +474,14 @@ def test_filters_that_have_vanished(
     found = [row for row in sizes if row]
     assert found
     assert any(after > 3 * max(row) for *row, after in found) == explodes, found
+
+
+@pytest.mark.parametrize(("choice", "net", "told"), [("map", "resnet18-64", True), ("map", "small", False)])
+def test_maps_of_wide_networks_are_told_of(choice: str, net: str, told: bool, few: Dataset, tmp_path: Path) -> None:
+    run = make_run(few, tmp_path, quick("pass", "ivt", ivt={"batchnorm": choice}, **{"pass": {"net": net}}))
+    with closing(run.events()) as events:
+        notices = [event.text for event in itertools.islice(events, 4) if isinstance(event, ev.Notice)]
+    assert any("Use ivt.batchnorm=layer" in text for text in notices) == told
 
 
 def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:

@@ -35,11 +35,11 @@ def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> No
     """A look beside a captured step with our own kernels, which a layer that is listened to goes without."""
     given = {"base_classes": 2, "tasks": 2, "precision": "bf16", "engine": "graph", "pass": {"net": "resnet32-pycil"}}
     seen = {}
-    for choice in ("keep", "map"):
+    for choice in ("keep", "map", "layer"):
         run = make_run(few, tmp_path / choice, quick("pass", "ivt", ivt={"batchnorm": choice, "head": "keep"}, **given))
         assert finish(run)["engine"]["notices"] == []
         seen[choice] = weights(run.snapshot_path(2))
-    for name, tensor in seen["map"].items():
-        assert torch.isfinite(tensor).all(), name
+    for choice, name in itertools.product(("map", "layer"), seen["keep"]):
+        assert torch.isfinite(seen[choice][name]).all(), name
         if name.endswith("norm1.weight") and name.startswith("method/model."):
-            assert not torch.equal(tensor, seen["keep"][name]), name
+            assert not torch.equal(seen[choice][name], seen["keep"][name]), name

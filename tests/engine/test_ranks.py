@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ivt measured": quick("replay", "ivt", replay=STILL, ivt={"first_fisher": "sample", "batchnorm": "recalibrate"}),
     # (Of seed 0 a unit lies so close to its ReLU's kink that rounding decides whether it has a gradient.)
     "ivt maps": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "map"}, seed=1),
+    "ivt layers": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "layer"}, seed=1),
     "streamed": quick("replay", "ivt", replay={**STILL, "batch_size": 8}, dataset="packed", placement="streamed"),
 }
 # The others run through: what acts on local batches or draws ends elsewhere, but on both ranks at the same place.
@@ -55,6 +56,7 @@ OTHERS = {
     **{name: quick(name) for name in sorted(METHODS) if name not in ("finetune", "ewc")},
     **{f"icarl+{name}": quick("icarl", name) for name in sorted(ADDONS) if name != "ivt"},
     "pass with maps": quick("pass", "ivt", ivt={"batchnorm": "map"}),
+    "pass with layers": quick("pass", "ivt", ivt={"batchnorm": "layer"}),
 }
 COUNTS = (1, 2, 7, 60)
 

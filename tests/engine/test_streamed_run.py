@@ -40,7 +40,7 @@ def run(store: Path, out: Path, placement: str, given: dict[str, Any]) -> Run:
 def test_streamed_and_resident_runs_end_alike(
     store: Path, tmp_path: Path, method: str, addons: tuple[str, ...]
 ) -> None:
-    given = quick(method, *addons, **{method: {"batch_size": 8}}, **({"ivt": {"batchnorm": "map"}} if addons else {}))
+    given = quick(method, *addons, **{method: {"batch_size": 8}}, **({"ivt": {"batchnorm": "layer"}} if addons else {}))
     runs = {placement: run(store, tmp_path / placement, placement, given) for placement in CHOICES}
     records = [finish(one) for one in runs.values()]
     assert isinstance(runs["streamed"].parts.world.train, StreamedSource)

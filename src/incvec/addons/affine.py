@@ -61,7 +61,8 @@ class Folded:
     """A layer's weight times the slope of the norm it feeds: what the two do together, however long the filters are.
 
     Made, it has put the product in the weight's place, and has the anchor's product. `part` puts filters in its place
-    again, as long as S of the slope says, and returns the slope that goes with them.
+    again, as long as S of the slope says, but no shorter than keeps the slope that goes with them (which it returns)
+    within those it lies between: shorter ones would be right, and gone with the optimiser's next steps.
     """
 
     @torch.no_grad()
@@ -69,16 +70,17 @@ class Folded:
         self.weight, self.before = weight, weight.clone()
         self.sign = torch.where(new.slope < 0, -1.0, 1.0)  # filters point as they did, which the optimiser remembers
         now, then = (tensor.flatten(1).norm(dim=1) for tensor in (weight, anchor))
-        length = then + scale * (now - then)
-        self.length = torch.where(length > 0, length, then)
+        self.length = then + scale * (now - then)
+        self.steepest = torch.maximum(new.slope.abs(), old.slope.abs())
         self.anchor = anchor * _filters(old.slope, anchor)
         weight.mul_(_filters(new.slope, weight))
 
     @torch.no_grad()
     def part(self) -> Tensor:
         product = self.weight.flatten(1).norm(dim=1)
-        some = product > 0  # a filter that is nothing stays as it was, with a slope of nothing
-        slope = torch.where(some, self.sign * product / self.length, 0.0)
+        length = torch.maximum(self.length, product / self.steepest)
+        some = (product > 0) & (length > 0)  # a filter that is nothing stays as it was, with a slope of nothing
+        slope = torch.where(some, self.sign * product / length, 0.0)
         back = self.weight / _filters(torch.where(some, slope, 1.0), self.weight)
         self.weight.copy_(torch.where(_filters(some, back), back, self.before))
         return slope
@@ -86,7 +88,7 @@ class Folded:
 
 @torch.no_grad()
 def feeding(model: nn.Module, looks: Iterable[None]) -> dict[Any, Any]:
-    """By norm, the layer without a bias whose output it takes as it is, where there is one."""
+    """By norm, the layer without a bias whose output it takes as it is, and no other norm does, where there is one."""
     found: dict[Any, Any] = {}
     last: list[Any] = [None, None]
 
@@ -106,7 +108,8 @@ def feeding(model: nn.Module, looks: Iterable[None]) -> dict[Any, Any]:
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    taken = list(found.values())
+    return {norm: layer for norm, layer in found.items() if taken.count(layer) == 1}
 
 
 Moments = tuple[Tensor, Tensor]  # mean and variance, by channel

@@ -44,6 +44,7 @@ from incvec.ivt import IVT, scale
 
 LOOKS = 4  # batches whose statistics tell a map
 MAPS = ("map", "layer")  # ways of BatchNorm that take maps back
+TRIED = 64  # features of the widest network, ResNet-32, that `map` has done well with
 
 
 class IVTOptions(Options):
@@ -109,6 +110,12 @@ class IVTAddOn(AddOn):
 
     def notice(self) -> str | None:
         epochs, o = getattr(self.method.options, "epochs", None), self.options
+        width = getattr(getattr(self.method.model, "backbone", None), "width", 0)
+        if o.batchnorm == "map" and width > TRIED:
+            return (
+                f"ivt.batchnorm=map was tried with {TRIED} features and fewer; this network has {width}, and such ones "
+                "may break with it (docs/findings.md). Use ivt.batchnorm=layer."
+            )
         if epochs is None or o.interval is None or o.stages != ("main",):
             return None
         left_out = o.last == "skip" and epochs % o.interval == 0

@@ -1,8 +1,9 @@
 """The paper's settings as data, and how a run's configuration is put together from them.
 
 One YAML file for each method and add-on: a mapping from data set (`cifar100`, or `cifar100.authors` for a
-variant) to option values; an add-on's file may have `+podnet`, for one host on any data set, and `cifar100+podnet`.
-Layers, weakest first: the options' own defaults, the preset, the add-on's for its host, what the caller gave.
+variant) to option values; an add-on's file may have `+podnet`, for one host on any data set, and `cifar100+podnet`,
+for the paper's settings there. Layers, weakest first: the options' own defaults, the preset, the add-on's for its host,
+what the caller gave.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def preset(component: str, dataset: str, variant: str = "paper", host: str | Non
     content = preset_file(component)
     values = dict(content.get(dataset, {}))
     if variant != "paper":
-        values |= content.get(f"{dataset}.{variant}", {})
+        return values | content.get(f"{dataset}.{variant}", {}) | content.get(f"+{host}", {})
     return values | content.get(f"+{host}", {}) | content.get(f"{dataset}+{host}", {})
 
 
