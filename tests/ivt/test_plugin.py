@@ -52,6 +52,28 @@ def test_teleport_comes_every_interval_th_epoch_and_not_in_the_first_task():
         ivt.end_task()
 
 
+def test_a_teleport_towards_something_else_and_with_some_left_where_they_are():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, optimizer, interval=None)
+    for _ in range(2):
+        ivt.begin_task(optimizer=optimizer)
+        step(model, optimizer, seed=1)
+        ivt.end_epoch()
+        if ivt.task == 1:
+            ivt.end_task()
+    before, anchor = values(model), {name: value.clone() for name, value in ivt.anchor.items()}
+    first, left, *_ = before
+    other = torch.full_like(before[first], 5)
+    assert ivt.teleport((left,), {first: other})
+    torch.testing.assert_close(dict(ivt.anchor), anchor, rtol=0, atol=0)  # for this time alone
+    for name, value in values(model).items():
+        a, f = ivt.cumulative[name], ivt.fisher[name]
+        there = other if name == first else anchor[name]
+        wanted = before[name] if name == left else there + (a + f) / (a + a + f) * (before[name] - there)
+        torch.testing.assert_close(value, wanted)
+
+
 def test_cumulative_adds_the_last_epoch_of_each_task():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -336,7 +336,8 @@ class IVT:
         next step begins new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
 
         leave: parameters whose names begin so stay where they are; their F is collected all the same.
-        towards: by name, what stands in for the anchor this time: for a host that has told a parameter in other units.
+        towards: by name, what stands in for the anchor this time: for a host that has told a parameter in other units,
+        which are the units of `report` then.
         """
         self._require_task("teleport()")
         self._finalise()
