@@ -1,6 +1,8 @@
 """A damaged store is mended where it is damaged, to the bytes it had."""
 
+import multiprocessing
 import os
+import signal
 
 import pytest
 
@@ -12,6 +14,7 @@ from incvec.data.repair import repair
 from incvec.errors import ConfigError, DataError
 from tests.data.pictures import contents, make_root, make_store, photo, save
 
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, to be killed
 SETTINGS = {"chunk_rows": 4, "shard_bytes": 6 * 3 * 16 * 16, "workers": 1}  # three training shards of two chunks each
 
 
@@ -113,6 +116,71 @@ def test_images_replaced_since_cannot_mend_it(root, store):
     (root / "train" / "n00000000" / "000.png").write_text("no image")
     with pytest.raises(DataError, match=r"1 of its images cannot be read, such as .*000.png"):
         mend(root, store)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_repair_that_cannot_succeed_leaves_all_as_it_was(root, store, workers):
+    """The rows of a bad chunk that are right, and a store that is refused."""
+    flip(store / "train-00000.bin", 0)
+    flip(store / "train-00000.bin", 3 * 16 * 16 * 5)
+    lengthen(store / "test-00000.bin")
+    cut(store / "train-00001.bin")
+    lose(store / "train-00002.bin")
+    before = contents(store)
+    for file in root.rglob("*.png"):
+        save(photo(99, 20, 20), file)
+    with pytest.raises(DataError, match="cannot be made again as it was"):
+        mend(root, store, workers=workers)
+    assert contents(store) == before
+
+
+def test_a_shard_of_which_a_part_cannot_be_made_is_not_opened(root, store):
+    before = contents(store)
+    lose(store / "train-00000.bin")
+    image = root / "train" / "n00000000" / "004.png"
+    content = image.read_bytes()
+    image.write_bytes(b"")
+    with pytest.raises(DataError, match=r"rows 4 to 5 cannot be made again as it was.*004.png"):
+        mend(root, store)
+    with pytest.raises(DataError, match=r"train-00000.bin is cut short"):
+        open_store(store)
+    image.write_bytes(content)
+    assert mend(root, store) == ["train-00000.bin, rows 4 to 5"]
+    assert contents(store) == before
+
+
+def mend_until(root, store, writes):
+    """Be killed when half of that piece is written."""
+    write, count = os.pwrite, 0
+
+    def pwrite(handle, content, place):
+        nonlocal count
+        count += 1
+        if count == writes:
+            write(handle, content[: len(content) // 2], place)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(handle, content, place)
+
+    os.pwrite = pwrite
+    mend(root, store)
+
+
+@pytest.mark.parametrize("damage", [lose, cut])
+@pytest.mark.parametrize("name", ["train-00000.bin", "train-00002.bin", "test-00000.bin"])
+def test_killed_at_whatever_write_a_store_is_refused_until_it_is_whole(root, store, damage, name):
+    before, context, lives, status = contents(store), multiprocessing.get_context("fork"), 0, -signal.SIGKILL
+    damage(store / name)
+    while status == -signal.SIGKILL:
+        with pytest.raises(DataError, match=f"{name} is (missing|cut short).* with --repair"):
+            open_store(store)
+        lives += 1
+        process = context.Process(target=mend_until, args=(root, store, lives))
+        process.start()
+        process.join()
+        status = process.exitcode
+    assert status == 0
+    assert lives == 2 + (name != "train-00002.bin")
+    assert contents(store) == before
 
 
 def test_a_store_made_with_other_versions_is_mended_where_the_bytes_agree(root, tmp_path, monkeypatch):

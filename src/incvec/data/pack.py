@@ -19,7 +19,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -60,34 +60,44 @@ PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a co
 
 
 def make_chunk(root: str, chunk: Chunk) -> Done:
-    """Decode a chunk's files and write its rows; a row without a readable image is zeros."""
-    row = 3 * chunk.side * chunk.side
-    rows = np.empty((max(1, PIECE_BYTES // row), 3, chunk.side, chunk.side), np.uint8)
-    path, bad, total = Path(root, chunk.shard), [], checksum(b"")
+    """Decode a chunk's files and write its rows; a row without a readable image is zeros.
+
+    Where a checksum is wanted, nothing is written before all of it is made and has that checksum.
+    """
+    path, bad, total, place = Path(root, chunk.shard), list[tuple[int, str]](), checksum(b""), chunk.offset
+    pieces: Iterable[bytes | memoryview] = decoded(chunk, bad)
+    if chunk.wanted is not None:
+        pieces = [b"".join(map(bytes, pieces))]
+        if (other := checksum(pieces[0])) != chunk.wanted:
+            return Done(chunk.number, other, bad)
     try:
-        handle = os.open(path, os.O_WRONLY)
+        handle = os.open(path, os.O_WRONLY | (0 if chunk.wanted is None else os.O_CREAT), 0o666)
         try:
-            for first in range(0, len(chunk.files), len(rows)):
-                files = chunk.files[first : first + len(rows)]
-                for i, file in enumerate(files):
-                    try:
-                        rows[i] = fitted(read_pixels(file), chunk.side)
-                    except (DataError, MemoryError, RuntimeError) as error:
-                        rows[i] = 0
-                        told = isinstance(error, DataError)
-                        bad.append(
-                            (first + i, str(error) if told else f"{file} cannot be brought to its side: {error}")
-                        )
-                content = rows[: len(files)].data.cast("B")
-                total = checksum(content, total)
-                written = 0
-                while written < len(content):
-                    written += os.pwrite(handle, content[written:], chunk.offset + first * row + written)
+            for piece in pieces:
+                total, left = checksum(piece, total), memoryview(piece)
+                while left:
+                    written = os.pwrite(handle, left, place)
+                    place, left = place + written, left[written:]
         finally:
             os.close(handle)
     except OSError as error:
         raise DataError(unwritten(path, error)) from error
     return Done(chunk.number, total, bad)
+
+
+def decoded(chunk: Chunk, bad: list[tuple[int, str]]) -> Iterator[memoryview]:
+    """Its rows, some at a time in the same place; tells `bad` of those without a readable image."""
+    rows = np.empty((max(1, PIECE_BYTES // (3 * chunk.side**2)), 3, chunk.side, chunk.side), np.uint8)
+    for first in range(0, len(chunk.files), len(rows)):
+        files = chunk.files[first : first + len(rows)]
+        for i, file in enumerate(files):
+            try:
+                rows[i] = fitted(read_pixels(file), chunk.side)
+            except (DataError, MemoryError, RuntimeError) as error:
+                rows[i] = 0
+                told = isinstance(error, DataError)
+                bad.append((first + i, str(error) if told else f"{file} cannot be brought to its side: {error}"))
+        yield rows[: len(files)].data.cast("B")
 
 
 def _watch_parent() -> None:

@@ -1,19 +1,19 @@
 """Mending a store whose account is whole: what does not match its checksum is made again, to the same bytes.
 
-`store.json` is not touched. Whatever is made has to have the checksum that stands there, so a store that is mended is
-the one that was packed; mending that was broken off begins anew.
+`store.json` is not touched, and nothing is written that has not the checksum that stands there: no byte that was right
+is ever changed. The last chunk of a shard is written after its others, so that one that was lost or cut short stays too
+short to be opened until it is whole, whenever mending is broken off.
 """
 
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from incvec.data.disk import kept, sync, write
+from incvec.data.disk import sync, write
 from incvec.data.layouts import Layout
 from incvec.data.pack import SHARD_BYTES, another, check_space, cores, locked, made, make_plan, set_lengths, unbroken
 from incvec.data.packed import LEFT_OUT, PARTS, REMEDY, STORE, Progress, Store, digest, open_store, read_account
@@ -42,9 +42,9 @@ def repair(
     with locked(plan.root):
         whole = unbroken(plan, told, reading_back)
         check_space(plan)
-        set_lengths(plan)
-        bad = [chunk for chunk in plan.work if chunk.number not in whole]
-        _remake(plan, bad, told, workers or cores(), progress)
+        bad = [chunk._replace(wanted=told[chunk.number].sum) for chunk in plan.work if chunk.number not in whole]
+        _remake(plan, bad, workers or cores(), progress)
+        set_lengths(plan)  # of those that are too long
         return open_store(plan.root), [*(_place(plan, chunk) for chunk in bad), *_mend_indices(plan, store)]
 
 
@@ -53,23 +53,29 @@ def _place(plan: Plan, chunk: Chunk) -> str:
     return f"{chunk.shard}, rows {first} to {first + len(chunk.files) - 1}"
 
 
-def _remake(plan: Plan, bad: list[Chunk], told: dict[int, Done], workers: int, progress: Progress | None) -> None:
+def _remake(plan: Plan, bad: list[Chunk], workers: int, progress: Progress | None) -> None:
     count, total = 0, sum(len(chunk.files) for chunk in bad)
     if bad and progress is not None:
         progress(count, total)
-    for chunk, one in made(plan, bad, min(workers, len(bad))):
-        if one.sum != told[chunk.number].sum:
-            cannot = f" {len(one.bad)} of its images cannot be read, such as {one.bad[0][1]}" if one.bad else ""
-            raise DataError(
-                f"{plan.root / _place(plan, chunk)} cannot be made again as it was: its images, or what decodes them "
-                f"({', '.join(f'{name} {number}' for name, number in VERSIONS.items())}), are others now.{cannot} "
-                f"{REMEDY}"
-            )
-        count += len(chunk.files)
-        if progress is not None:
-            progress(count, total)
-    for shard in {chunk.shard for chunk in bad}:
-        kept(plan.root / shard, partial(sync, plan.root / shard))
+    last = {chunk.shard: chunk for chunk in bad}
+    for chunks in ([chunk for chunk in bad if chunk is not last[chunk.shard]], list(last.values())):
+        for chunk, one in made(plan, chunks, min(workers, len(chunks))):
+            if one.sum != chunk.wanted:
+                raise _others(plan, chunk, one)
+            count += len(chunk.files)
+            if progress is not None:
+                progress(count, total)
+        for shard in {chunk.shard for chunk in chunks}:
+            sync(plan.root / shard)  # if it fails, the rows that were right are kept all the same
+
+
+def _others(plan: Plan, chunk: Chunk, one: Done) -> DataError:
+    cannot = f" {len(one.bad)} of its images cannot be read, such as {one.bad[0][1]}" if one.bad else ""
+    return DataError(
+        f"{plan.root / _place(plan, chunk)} cannot be made again as it was: its images, or what decodes them "
+        f"({', '.join(f'{name} {number}' for name, number in VERSIONS.items())}), are others now.{cannot} "
+        f"{REMEDY}"
+    )
 
 
 def _mend_indices(plan: Plan, store: Store) -> list[str]:
