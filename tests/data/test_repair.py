@@ -89,17 +89,53 @@ def test_all_of_it_at_once_and_by_several_processes(root, store):
     assert contents(store) == before
 
 
-def test_lost_labels_of_a_store_without_some_images(root, tmp_path):
+@pytest.fixture
+def without_some(root, tmp_path):
+    """A store that leaves out three images."""
     for place in ("train/n00000001/001x.jpg", "train/n00000002/x.jpg", "val/n00000000/9.jpg"):
         (root / place).write_text("no image")
-    store = make_store(root, tmp_path / "store", 16, unreadable="leave-out", **SETTINGS).root
-    before = contents(store)
+    return make_store(root, tmp_path / "store", 16, unreadable="leave-out", **SETTINGS).root
+
+
+def test_lost_labels_of_a_store_without_some_images(root, without_some):
+    store, before = without_some, contents(without_some)
     (store / "train-labels.bin").unlink()
     (store / "test-labels.bin").unlink()
     flip(store / "train-00001.bin", 3 * 16 * 16)
-    assert mend(root, store) == ["train-00001.bin, rows 0 to 3", "train-labels.bin", "test-labels.bin"]
+    with pytest.raises(DataError, match=r"without 3 unreadable image.*To keep it so, say --unreadable leave-out"):
+        mend(root, store)
+    mended = mend(root, store, unreadable="leave-out")
+    assert mended == ["train-00001.bin, rows 0 to 3", "train-labels.bin", "test-labels.bin"]
     assert contents(store) == before
     assert len(open_store(store).images("train")[0]) == 15
+
+
+def test_a_lost_list_of_what_was_left_out_is_made_again(root, without_some):
+    store, before = without_some, contents(without_some)
+    (store / "left-out.txt").unlink()
+    assert mend(root, store, unreadable="leave-out") == ["left-out.txt"]
+    assert contents(store) == before
+    (store / "left-out.txt").unlink()
+    (root / "train" / "n00000002" / "x.jpg").unlink()  # replaced since: its row is left out all the same
+    save(photo(0, 20, 20), root / "train" / "n00000002" / "x.jpg")
+    assert mend(root, store, unreadable="leave-out") == ["left-out.txt"]
+    lines = (store / "left-out.txt").read_text().splitlines()
+    assert len(lines) == 3
+    assert lines[1] == f"{root / 'train' / 'n00000002' / 'x.jpg'} was left out"
+
+
+def test_no_more_space_is_asked_for_than_is_lacking(root, store, monkeypatch):
+    """Shards may take less of the disk than they are long, where it compresses or leaves out zeros."""
+    before = contents(store)
+    (store / "train-00000.bin").unlink()
+    (store / "train-00000.bin").touch()
+    os.truncate(store / "train-00000.bin", len(before["train-00000.bin"]))
+    monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000})())
+    mend(root, store)
+    assert contents(store) == before
+    cut(store / "train-00000.bin")
+    with pytest.raises(DataError, match=r"needs 3\.6 kB more and has 1\.0 kB free\. Free some\.$"):
+        mend(root, store)
 
 
 def test_images_replaced_since_cannot_mend_it(root, store):

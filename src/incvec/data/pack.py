@@ -38,6 +38,7 @@ from incvec.data.packed import (
     FORMAT,
     JOURNAL,
     LEFT_OUT,
+    LIST,
     PARTS,
     STORE,
     UNREADABLE,
@@ -195,13 +196,17 @@ def _finished(plan: Plan, unreadable: str) -> Store:
             f"{plan.root} was packed from files of the same names but of other sizes or times: images were replaced "
             "since. Remove it and run the same command again; where only the times changed, use it as it is."
         )
-    if about["left_out"] and unreadable == "refuse":
-        raise DataError(
-            f"{plan.root} was packed without {about['left_out']} unreadable image(s), listed in "
-            f"{plan.root / 'left-out.txt'}. To keep it so, say --unreadable leave-out; else replace them, remove the "
-            "store and run the same command again."
-        )
+    check_left_out(store, unreadable)
     return store
+
+
+def check_left_out(store: Store, unreadable: str) -> None:
+    if store.about["left_out"] and unreadable == "refuse":
+        raise DataError(
+            f"{store.root} was packed without {store.about['left_out']} unreadable image(s), listed in "
+            f"{store.root / LIST}. To keep it so, say --unreadable leave-out; else replace them, remove the store and "
+            "pack it again."
+        )
 
 
 def another(plan: Plan, store: Store, versions: Mapping[str, str]) -> DataError:
@@ -239,10 +244,13 @@ def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[
             "remove it."
         )
     whole = unbroken(plan, found, reading_back)
-    check_space(plan)
+    total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
+    shards = {shard for part in PARTS for shard, _ in plan.shards(part)}
+    files = [plan.root / shard for shard in shards]
+    needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
+    check_space(plan.root, needed, "Free some, or choose a smaller --size.")
     if settings is None:
         journal.write({"settings": plan.settings, "classes": plan.classes})
-    shards = {shard for part in PARTS for shard, _ in plan.shards(part)}
     for old in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
         if old.name not in shards:  # there were more images
             old.unlink()
@@ -284,16 +292,10 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in names)
 
 
-def check_space(plan: Plan) -> None:
-    total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
-    files = [plan.root / shard for part in PARTS for shard, _ in plan.shards(part)]
-    needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
-    free = shutil.disk_usage(plan.root).free
+def check_space(root: Path, needed: int, remedy: str) -> None:
+    free = shutil.disk_usage(root).free
     if needed > free:
-        raise DataError(
-            f"{plan.root} needs {amount(needed)} more and has {amount(free)} free. Free some, or choose a "
-            "smaller --size."
-        )
+        raise DataError(f"{root} needs {amount(needed)} more and has {amount(free)} free. {remedy}")
 
 
 def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, progress: Progress | None) -> None:
@@ -388,9 +390,9 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
             "shards": plan.shards(part), "chunk": plan.chunk_rows, "sums": sums,
             "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
         }  # fmt: skip
-    (plan.root / "left-out.txt").unlink(missing_ok=True)
+    (plan.root / LIST).unlink(missing_ok=True)
     if bad:
-        write(plan.root / "left-out.txt", "\n".join(bad) + "\n")
+        write(plan.root / LIST, "\n".join(bad) + "\n")
     for part in PARTS:
         for shard, _ in plan.shards(part):
             kept(plan.root / shard, partial(sync, plan.root / shard))
