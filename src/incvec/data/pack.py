@@ -24,6 +24,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, 
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,8 +103,9 @@ def decoded(chunk: Chunk, bad: list[tuple[int, str]]) -> Iterator[memoryview]:
 
 
 def _watch_parent() -> None:
-    """A worker ends with the process that started it, however that ended; Ctrl-C is for that one to hear."""
+    """A worker ends with the process that started it, however that ended; to be asked to is for that one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)  # the other cores have their own
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -113,6 +115,19 @@ def _watch_parent() -> None:
             os._exit(1)
 
         threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()
+
+
+class _Worker(ForkServerProcess):
+    """Ended for good where the pool ends it, after one of them died: it does not heed SIGTERM."""
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Workers(ForkServerContext):
+    """Not forked from here: a process with threads (a progress bar is one) must not be."""
+
+    Process = _Worker
 
 
 @contextlib.contextmanager
@@ -330,10 +345,8 @@ def made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
             plan.chunk_key(chunk)
             yield chunk, make_chunk(root, chunk)
         return
-    # Not forked from here: a process with threads (a progress bar is one) must not be.
-    context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
-    if os.name == "posix":
-        context.set_forkserver_preload([__name__, "torchvision.io"])
+    context = _Workers()
+    context.set_forkserver_preload([__name__, "torchvision.io"])
     with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
         try:
             for chunk in chunks:
