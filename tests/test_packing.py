@@ -70,6 +70,8 @@ def test_unreadable_images(tmp_path: Path) -> None:
     taken = incvec_(*command, "--unreadable", "leave-out")
     assert taken.exit_code == 0, taken.output
     assert "1 unreadable" in " ".join(taken.stdout.split())
+    assert "say --unreadable leave-out" in incvec_(*command, "--repair").stderr
+    assert "nothing is damaged" in incvec_(*command, "--repair", "--unreadable", "leave-out").stdout
 
 
 def test_a_place_is_told_as_it_is_written(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from incvec.data.class_lists import CLASS_LISTS, find_class_list
 from incvec.data.folder import Listing, quiet_pillow
 from incvec.data.layouts import LAYOUTS, Layout, list_images
 from incvec.data.pack import pack
-from incvec.data.packed import amount
+from incvec.data.packed import LIST, amount
 from incvec.data.repair import repair
 from incvec.report.tables import duration
 
@@ -171,7 +171,7 @@ def data_pack(
     if listing.ignored:
         meter.tell(f"{listing.ignored} other file(s) ignored: not images by their names")
     if mend:
-        return _repair(found, store, size, workers, meter)
+        return _repair(found, store, size, unreadable, workers, meter)
     if told := enlarged(listing, size):
         meter.tell(told)
     try:
@@ -181,15 +181,17 @@ def data_pack(
         meter.close()
     summary, left_out = meter.summary(), made.about["left_out"]
     if left_out:
-        summary += f"; {left_out} unreadable, listed in {made.root / 'left-out.txt'}"
+        summary += f"; {left_out} unreadable, listed in {made.root / LIST}"
     meter.tell(f"{summary}: {made.root}")
 
 
-def _repair(found: Layout, store: Path, size: int, workers: int | None, meter: PackingMeter) -> None:
+def _repair(
+    found: Layout, store: Path, size: int, unreadable: Unreadable, workers: int | None, meter: PackingMeter
+) -> None:
     meter.reading.word = "verifying"
     try:
         with stoppable():
-            made, mended = repair(found, store, size, workers, meter, reading_back=meter.reading)
+            made, mended = repair(found, store, size, unreadable.value, workers, meter, reading_back=meter.reading)
     finally:
         meter.close()
     for place in mended:

@@ -636,6 +636,34 @@ def test_several_processes_make_the_same_bytes_and_end_with_their_parent(root, t
     assert contents(tmp_path / "store") == contents(make_store(root, tmp_path / "one", chunk_rows=2).root)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_signal_to_its_processes_does(tmp_path, sign):
+    """Asked to end, they leave that to their parent; after one was killed, the others do not keep it waiting."""
+    image, root = save(photo(0, 600, 600), tmp_path / "image.png"), make_root(tmp_path / "images", classes=2)
+    for i in range(300):
+        os.link(image, root / "train" / "n00000000" / f"more{i}.png")  # seconds of work
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(root), str(tmp_path / "store")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while int(process.stdout.readline()) < 4:
+        pass
+    workers = [grandchild for child in children(process.pid) for grandchild in children(child)]
+    assert len(workers) == 2
+    for worker in workers if sign == signal.SIGTERM else workers[:1]:
+        os.kill(worker, sign)
+    try:
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    if sign == signal.SIGTERM:
+        assert process.returncode == 0, told
+        check(tmp_path / "store")
+    else:
+        assert "a packing process died" in told
+
+
 def test_a_process_that_dies_while_work_is_handed_out_is_told_of(root, tmp_path, monkeypatch):
     def broken(*_):
         raise BrokenProcessPool("a child process terminated abruptly")

@@ -172,9 +172,8 @@ def test_imagenets_classes_are_told_by_their_names(tmp_path, name):
     layout = Layout("imagenet", Listing(file.parent, classes, rows, rows, 0, "made up"), None)
     store = pack(layout, tmp_path / "store", 2, workers=1).root
     if name == "cat":
-        with pytest.raises(
-            DataError, match=r"holds a class 'cat'; those of 'imagenet' have WordNet's numbers.*data pack"
-        ):
+        told = r"holds a class 'cat'; those of 'imagenet' have WordNet's numbers.*say --dataset packed\. .*data pack"
+        with pytest.raises(DataError, match=told):
             load_dataset("imagenet", store, size=2)
     else:
         assert load_dataset("imagenet", store, size=2).n_classes == 1000

@@ -19,11 +19,12 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from incvec.data.packed import (
     FORMAT,
     JOURNAL,
     LEFT_OUT,
+    LIST,
     PARTS,
     STORE,
     UNREADABLE,
@@ -60,29 +62,24 @@ PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a co
 
 
 def make_chunk(root: str, chunk: Chunk) -> Done:
-    """Decode a chunk's files and write its rows; a row without a readable image is zeros."""
-    row = 3 * chunk.side * chunk.side
-    rows = np.empty((max(1, PIECE_BYTES // row), 3, chunk.side, chunk.side), np.uint8)
-    path, bad, total = Path(root, chunk.shard), [], checksum(b"")
+    """Decode a chunk's files and write its rows; a row without a readable image is zeros.
+
+    Where a checksum is wanted, nothing is written before all of it is made and has that checksum.
+    """
+    path, bad, total, place = Path(root, chunk.shard), list[tuple[int, str]](), checksum(b""), chunk.offset
+    pieces: Iterable[bytes | memoryview] = decoded(chunk, bad)
+    if chunk.wanted is not None:
+        pieces = [b"".join(map(bytes, pieces))]
+        if (other := checksum(pieces[0])) != chunk.wanted:
+            return Done(chunk.number, other, bad)
     try:
-        handle = os.open(path, os.O_WRONLY)
+        handle = os.open(path, os.O_WRONLY | (0 if chunk.wanted is None else os.O_CREAT), 0o666)
         try:
-            for first in range(0, len(chunk.files), len(rows)):
-                files = chunk.files[first : first + len(rows)]
-                for i, file in enumerate(files):
-                    try:
-                        rows[i] = fitted(read_pixels(file), chunk.side)
-                    except (DataError, MemoryError, RuntimeError) as error:
-                        rows[i] = 0
-                        told = isinstance(error, DataError)
-                        bad.append(
-                            (first + i, str(error) if told else f"{file} cannot be brought to its side: {error}")
-                        )
-                content = rows[: len(files)].data.cast("B")
-                total = checksum(content, total)
-                written = 0
-                while written < len(content):
-                    written += os.pwrite(handle, content[written:], chunk.offset + first * row + written)
+            for piece in pieces:
+                total, left = checksum(piece, total), memoryview(piece)
+                while left:
+                    written = os.pwrite(handle, left, place)
+                    place, left = place + written, left[written:]
         finally:
             os.close(handle)
     except OSError as error:
@@ -90,9 +87,25 @@ def make_chunk(root: str, chunk: Chunk) -> Done:
     return Done(chunk.number, total, bad)
 
 
+def decoded(chunk: Chunk, bad: list[tuple[int, str]]) -> Iterator[memoryview]:
+    """Its rows, some at a time in the same place; tells `bad` of those without a readable image."""
+    rows = np.empty((max(1, PIECE_BYTES // (3 * chunk.side**2)), 3, chunk.side, chunk.side), np.uint8)
+    for first in range(0, len(chunk.files), len(rows)):
+        files = chunk.files[first : first + len(rows)]
+        for i, file in enumerate(files):
+            try:
+                rows[i] = fitted(read_pixels(file), chunk.side)
+            except (DataError, MemoryError, RuntimeError) as error:
+                rows[i] = 0
+                told = isinstance(error, DataError)
+                bad.append((first + i, str(error) if told else f"{file} cannot be brought to its side: {error}"))
+        yield rows[: len(files)].data.cast("B")
+
+
 def _watch_parent() -> None:
-    """A worker ends with the process that started it, however that ended; Ctrl-C is for that one to hear."""
+    """A worker ends with the process that started it, however that ended; to be asked to is for that one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)  # the other cores have their own
     parent = multiprocessing.parent_process()
     if parent is not None:
@@ -102,6 +115,19 @@ def _watch_parent() -> None:
             os._exit(1)
 
         threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()
+
+
+class _Worker(ForkServerProcess):
+    """Ended for good where the pool ends it, after one of them died: it does not heed SIGTERM."""
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Workers(ForkServerContext):
+    """Not forked from here: a process with threads (a progress bar is one) must not be."""
+
+    Process = _Worker
 
 
 @contextlib.contextmanager
@@ -185,13 +211,17 @@ def _finished(plan: Plan, unreadable: str) -> Store:
             f"{plan.root} was packed from files of the same names but of other sizes or times: images were replaced "
             "since. Remove it and run the same command again; where only the times changed, use it as it is."
         )
-    if about["left_out"] and unreadable == "refuse":
-        raise DataError(
-            f"{plan.root} was packed without {about['left_out']} unreadable image(s), listed in "
-            f"{plan.root / 'left-out.txt'}. To keep it so, say --unreadable leave-out; else replace them, remove the "
-            "store and run the same command again."
-        )
+    check_left_out(store, unreadable)
     return store
+
+
+def check_left_out(store: Store, unreadable: str) -> None:
+    if store.about["left_out"] and unreadable == "refuse":
+        raise DataError(
+            f"{store.root} was packed without {store.about['left_out']} unreadable image(s), listed in "
+            f"{store.root / LIST}. To keep it so, say --unreadable leave-out; else replace them, remove the store and "
+            "pack it again."
+        )
 
 
 def another(plan: Plan, store: Store, versions: Mapping[str, str]) -> DataError:
@@ -229,10 +259,13 @@ def _begin(plan: Plan, journal: Journal, reading_back: Progress | None) -> dict[
             "remove it."
         )
     whole = unbroken(plan, found, reading_back)
-    check_space(plan)
+    total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
+    shards = {shard for part in PARTS for shard, _ in plan.shards(part)}
+    files = [plan.root / shard for shard in shards]
+    needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
+    check_space(plan.root, needed, "Free some, or choose a smaller --size.")
     if settings is None:
         journal.write({"settings": plan.settings, "classes": plan.classes})
-    shards = {shard for part in PARTS for shard, _ in plan.shards(part)}
     for old in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
         if old.name not in shards:  # there were more images
             old.unlink()
@@ -274,16 +307,10 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {before.get(name)}, now {now.get(name)}" for name in names)
 
 
-def check_space(plan: Plan) -> None:
-    total = sum(len(chunk.files) for chunk in plan.work) * plan.row_bytes
-    files = [plan.root / shard for part in PARTS for shard, _ in plan.shards(part)]
-    needed = total - sum(file.stat().st_blocks * 512 for file in files if file.exists())
-    free = shutil.disk_usage(plan.root).free
+def check_space(root: Path, needed: int, remedy: str) -> None:
+    free = shutil.disk_usage(root).free
     if needed > free:
-        raise DataError(
-            f"{plan.root} needs {amount(needed)} more and has {amount(free)} free. Free some, or choose a "
-            "smaller --size."
-        )
+        raise DataError(f"{root} needs {amount(needed)} more and has {amount(free)} free. {remedy}")
 
 
 def _work(plan: Plan, journal: Journal, done: dict[int, Done], workers: int, progress: Progress | None) -> None:
@@ -318,10 +345,8 @@ def made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Ch
             plan.chunk_key(chunk)
             yield chunk, make_chunk(root, chunk)
         return
-    # Not forked from here: a process with threads (a progress bar is one) must not be.
-    context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
-    if os.name == "posix":
-        context.set_forkserver_preload([__name__, "torchvision.io"])
+    context = _Workers()
+    context.set_forkserver_preload([__name__, "torchvision.io"])
     with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
         try:
             for chunk in chunks:
@@ -378,9 +403,9 @@ def _finish(plan: Plan, done: dict[int, Done], unreadable: str) -> Store:
             "shards": plan.shards(part), "chunk": plan.chunk_rows, "sums": sums,
             "labels_hash": digest(labels.tobytes()), "files_hash": digest(names),
         }  # fmt: skip
-    (plan.root / "left-out.txt").unlink(missing_ok=True)
+    (plan.root / LIST).unlink(missing_ok=True)
     if bad:
-        write(plan.root / "left-out.txt", "\n".join(bad) + "\n")
+        write(plan.root / LIST, "\n".join(bad) + "\n")
     for part in PARTS:
         for shard, _ in plan.shards(part):
             kept(plan.root / shard, partial(sync, plan.root / shard))

@@ -36,6 +36,7 @@ JOURNAL = "journal.jsonl"
 UNREADABLE = "unreadable.txt"  # what a broken-off packing could not read
 PARTS = ("train", "test")
 LEFT_OUT = -1
+LIST = "left-out.txt"  # of what was left out of a finished store
 ROOM = 0.6  # of the free memory: what resident images may take, the rest being the network's
 Progress = Callable[[int, int], None]  # images done, of how many
 Placement = Literal["resident", "streamed"]
@@ -401,5 +402,5 @@ def check(root: str | Path, progress: Progress | None = None) -> list[str]:
         )
     lines.append(f"all {sum(len(part.sums) for part in store.parts.values())} checksums right")
     if store.about.get("left_out"):
-        lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / 'left-out.txt'}")
+        lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / LIST}")
     return lines

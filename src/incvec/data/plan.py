@@ -34,6 +34,7 @@ class Chunk(NamedTuple):
     offset: int  # bytes into the shard
     side: int
     files: tuple[str, ...]
+    wanted: str | None = None  # the checksum without which it is not written
 
 
 class Done(NamedTuple):

@@ -102,7 +102,7 @@ def _amiss(name: str, have: tuple[str, ...], chosen: ClassList | None) -> str:
             return f"holds {len(have)} classes, {name!r} has {NAMED[name].classes}"
         other = next((found for found in have if not WNID.fullmatch(found)), None)
         told = f"holds a class {other!r}; those of {name!r} have WordNet's numbers for names, such as n01440764"
-        return "" if other is None else told
+        return "" if other is None else f"{told}. To train on these images, say --dataset packed"
     if chosen is None:
         return ""
     missing = sorted(set(chosen.classes) - set(have))
