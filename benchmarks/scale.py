@@ -36,9 +36,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from incvec.data import load_dataset
+from incvec.data.chunks import cores
 from incvec.data.folder import IMAGENET
 from incvec.data.layouts import list_images
-from incvec.data.pack import cores, pack
+from incvec.data.pack import pack
 from incvec.data.packed import Placement
 from incvec.engine import events as ev
 from incvec.engine.run import Run

@@ -15,14 +15,15 @@ import torch
 from PIL import Image
 
 from incvec.data import check as check_any
+from incvec.data import chunks, load_dataset
 from incvec.data import decode as decoding
-from incvec.data import load_dataset
 from incvec.data import pack as packing
 from incvec.data import plan as planning
+from incvec.data.chunks import make_chunk
 from incvec.data.decode import fitted, read_pixels
 from incvec.data.folder import open_image
 from incvec.data.layouts import list_images
-from incvec.data.pack import make_chunk, pack
+from incvec.data.pack import pack
 from incvec.data.packed import check, open_store
 from incvec.data.plan import Chunk
 from incvec.errors import ConfigError, DataError
@@ -117,7 +118,7 @@ def test_an_image_that_cannot_be_resized_is_named_as_unreadable(root, tmp_path, 
             raise error
         return fitted(pixels, side)
 
-    monkeypatch.setattr(packing, "fitted", refuse)
+    monkeypatch.setattr(chunks, "fitted", refuse)
     save(photo(0, 20, 99), root / "train" / "n00000001" / "strange.png")
     with pytest.raises(DataError, match=r"1 image.*\n.*strange.png .*memory"):
         make_store(root, tmp_path / "store")
@@ -396,9 +397,9 @@ def test_what_the_journal_claims_is_read_back(root, tmp_path):
 def test_files_are_looked_at_chunk_by_chunk(root, tmp_path, monkeypatch):
     """Before they are decoded, so that one replaced meanwhile is packed again; not all before any is."""
     seen = []
-    stamp, make = planning._stamp, packing.make_chunk
+    stamp, make = planning._stamp, chunks.make_chunk
     monkeypatch.setattr(planning, "_stamp", lambda file: (seen.append("look"), stamp(file))[1])
-    monkeypatch.setattr(packing, "make_chunk", lambda *work: (seen.append("make"), make(*work))[1])
+    monkeypatch.setattr(chunks, "make_chunk", lambda *work: (seen.append("make"), make(*work))[1])
     make_store(root, tmp_path / "store", chunk_rows=8)
     assert seen == [*["look"] * 8, "make", *["look"] * 7, "make", *["look"] * 6, "make"]
 
@@ -668,7 +669,7 @@ def test_a_process_that_dies_while_work_is_handed_out_is_told_of(root, tmp_path,
     def broken(*_):
         raise BrokenProcessPool("a child process terminated abruptly")
 
-    monkeypatch.setattr(packing.ProcessPoolExecutor, "submit", broken)
+    monkeypatch.setattr(chunks.ProcessPoolExecutor, "submit", broken)
     with pytest.raises(DataError, match="a packing process died"):
         pack(list_images(root), tmp_path / "store", 8, workers=2, chunk_rows=2)
 

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from incvec.data import chunks
 from incvec.data import pack as packing
 from incvec.data import plan as planning
 from incvec.data.layouts import list_images
@@ -66,8 +67,8 @@ def lengthen(file):
 )
 def test_what_is_damaged_alone_is_made_again(root, store, monkeypatch, name, damage, mended):
     before, made, told = contents(store), [], []
-    make = packing.make_chunk
-    monkeypatch.setattr(packing, "make_chunk", lambda *work: (made.append(work), make(*work))[1])
+    make = chunks.make_chunk
+    monkeypatch.setattr(chunks, "make_chunk", lambda *work: (made.append(work), make(*work))[1])
     damage(store / name)
     with pytest.raises(DataError, match=f"{name}.* with --repair"):
         check(store)

@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from incvec.data.chunks import cores, decoded, made
 from incvec.data.disk import sync, write
 from incvec.data.layouts import Layout
 from incvec.data.pack import (
@@ -21,10 +22,7 @@ from incvec.data.pack import (
     another,
     check_left_out,
     check_space,
-    cores,
-    decoded,
     locked,
-    made,
     make_plan,
     set_lengths,
     unbroken,
