@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from incvec.data import Dataset, load_dataset
 from incvec.engine.run import Run
 from incvec.presets import resolve
 
 torch.set_num_threads(1)
+settings.register_profile("repeatable", derandomize=True)  # --hypothesis-profile=default draws anew
+settings.load_profile("repeatable")
 
 QUICK: dict[str, Any] = {"net": "tiny", "epochs": 2, "batch_size": 32, "memory": 3}
 EXTRA: dict[str, dict[str, Any]] = {

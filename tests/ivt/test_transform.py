@@ -1,6 +1,7 @@
 """S and the teleport against the formulas of the paper, restated here on plain numbers."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -138,9 +139,16 @@ def test_block_scale_is_the_identity_without_a_past_and_at_zero_over_zero():
 def test_block_scale_of_diagonal_blocks_is_the_diagonal_scale_up_to_the_ridge(pairs):
     prev, new = torch.tensor(pairs, dtype=torch.float64).unbind(-1)
     s = block_scale(torch.diag(prev), torch.diag(new)).diagonal()
-    r = RIDGE * float((2 * prev + new).sum())
-    for a, f, value in zip(prev.tolist(), new.tolist(), s.tolist(), strict=True):
-        assert value == pytest.approx((a + f + r) / (2 * a + f + r) if a + f + r > 0 else 1.0, rel=1e-9)
+    exact = [(Fraction(a), Fraction(f)) for a, f in pairs]  # the smallest squares times the ridge are no float
+    r = Fraction(RIDGE) * sum(2 * a + f for a, f in exact)
+    for (a, f), value in zip(exact, s.tolist(), strict=True):
+        assert value == pytest.approx(float((a + f + r) / (2 * a + f + r)) if r > 0 else 1.0, rel=1e-9)
+
+
+def test_block_scale_of_the_smallest_squares():
+    past = torch.diag(torch.tensor([0.0, 5e-324], dtype=torch.float64))
+    s = block_scale(past, torch.zeros(2, 2, dtype=torch.float64)).diagonal()
+    assert s.tolist() == pytest.approx([1.0, 0.5], rel=2e-6)
 
 
 def test_many_tensors_teleport_in_place_as_one_by_one(monkeypatch):
