@@ -148,10 +148,12 @@ def test_images_replaced_since_cannot_mend_it(root, store):
     check(store)
     flip(store / "train-00000.bin", 0)
     save(photo(99, 20, 20), root / "train" / "n00000000" / "000.png")
-    with pytest.raises(DataError, match=r"train-00000.bin, rows 0 to 3 cannot be made again as it was.*remove the"):
+    with pytest.raises(
+        DataError, match=r"train-00000.bin, rows 0 to 3 cannot be made again as it was.*Put back .*remove the"
+    ):
         mend(root, store)
     (root / "train" / "n00000000" / "000.png").write_text("no image")
-    with pytest.raises(DataError, match=r"1 of its images cannot be read, such as .*000.png"):
+    with pytest.raises(DataError, match=r"Of its images 1 cannot be read, the first: .*000.png.*Put back"):
         mend(root, store)
 
 

@@ -93,11 +93,11 @@ def _remake(plan: Plan, bad: list[Chunk], workers: int, progress: Progress | Non
 
 
 def _others(plan: Plan, chunk: Chunk, one: Done) -> DataError:
-    cannot = f" {len(one.bad)} of its images cannot be read, such as {one.bad[0][1]}" if one.bad else ""
+    cannot = f" Of its images {len(one.bad)} cannot be read, the first: {one.bad[0][1]}" if one.bad else ""
     return DataError(
         f"{plan.root / _place(plan, chunk)} cannot be made again as it was: its images, or what decodes them "
         f"({', '.join(f'{name} {number}' for name, number in VERSIONS.items())}), are others now.{cannot} "
-        f"{REMEDY}"
+        f"Put back what it was made of and run this again. Where that is gone: {REMEDY}"
     )
 
 
