@@ -45,6 +45,7 @@ def layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
             "vanished": int((lengths < lengths.median() / 100).sum()),
             "median_length": float(f"{lengths.median():.4g}"),
             "shortest": float(f"{lengths.min():.4g}"),
+            "longest": float(f"{lengths.max():.4g}"),
             "steepest": float(f"{slope.max():.4g}"),
         }
     return found
