@@ -478,10 +478,12 @@ def test_filters_that_have_vanished(
 
 @pytest.mark.parametrize(("choice", "net", "told"), [("map", "resnet18-64", True), ("map", "small", False)])
 def test_maps_of_wide_networks_are_told_of(choice: str, net: str, told: bool, few: Dataset, tmp_path: Path) -> None:
-    run = make_run(few, tmp_path, quick("pass", "ivt", ivt={"batchnorm": choice}, **{"pass": {"net": net}}))
+    options = {"batchnorm": choice, "interval": 50}
+    run = make_run(few, tmp_path, quick("pass", "ivt", ivt=options, **{"pass": {"net": net}}))
     with closing(run.events()) as events:
         notices = [event.text for event in itertools.islice(events, 4) if isinstance(event, ev.Notice)]
     assert any("Use ivt.batchnorm=layer" in text for text in notices) == told
+    assert any("ivt changes nothing in this run" in text for text in notices)  # whatever else is told
 
 
 def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:

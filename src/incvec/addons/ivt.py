@@ -109,18 +109,24 @@ class IVTAddOn(AddOn):
         return None
 
     def notice(self) -> str | None:
-        epochs, o = getattr(self.method.options, "epochs", None), self.options
+        return " ".join(filter(None, (self._too_wide(), self._idle()))) or None
+
+    def _too_wide(self) -> str:
         width = getattr(getattr(self.method.model, "backbone", None), "width", 0)
-        if o.batchnorm == "map" and width > TRIED:
-            return (
-                f"ivt.batchnorm=map was tried with {TRIED} features and fewer; this network has {width}, and such ones "
-                "may break with it (docs/findings.md). Use ivt.batchnorm=layer."
-            )
+        if self.options.batchnorm != "map" or width <= TRIED:
+            return ""
+        return (
+            f"ivt.batchnorm=map was tried with {TRIED} features and fewer; this network has {width}, and such ones "
+            "may break with it (docs/findings.md). Use ivt.batchnorm=layer."
+        )
+
+    def _idle(self) -> str:
+        epochs, o = getattr(self.method.options, "epochs", None), self.options
         if epochs is None or o.interval is None or o.stages != ("main",):
-            return None
+            return ""
         left_out = o.last == "skip" and epochs % o.interval == 0
         if epochs // o.interval > left_out:
-            return None
+            return ""
         skipped = ", and ivt.last=skip leaves out the one after the last" if left_out else ""
         remedy = ", or ivt.last=teleport" if left_out else ""
         return (
