@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from incvec.data import Dataset
+from incvec.engine import events as ev
+from incvec.engine import trouble
 from incvec.engine.run import finish
 from tests.conftest import make_run, quick, weights
 
@@ -43,3 +45,19 @@ def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> No
         assert torch.isfinite(seen[choice][name]).all(), name
         if name.endswith("norm1.weight") and name.startswith("method/model."):
             assert not torch.equal(seen[choice][name], seen["keep"][name]), name
+
+
+@pytest.mark.parametrize(("share", "grows"), [(0.0, False), (1.0, True)])
+def test_memory_of_captured_steps_comes_back(
+    share: float, grows: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once enough of the device lies idle; until then each task's captured step leaves its own."""
+    monkeypatch.setattr(trouble, "IDLE", share)
+    trouble.free()
+    given = quick("finetune", base_classes=2, tasks=4, engine="graph", finetune={"net": "resnet32-pycil", "epochs": 1})
+    kept = [
+        torch.cuda.memory_reserved()
+        for event in make_run(few, tmp_path / "run", given).events()
+        if isinstance(event, ev.StageStarted)
+    ]
+    assert (kept[-1] > 1.2 * kept[1]) == grows, kept

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from incvec.engine.ranks import ALONE, Ranks
 from incvec.engine.stage import StageLoop, capture
-from incvec.engine.trouble import account, free, is_full
+from incvec.engine.trouble import account, free, is_full, relieve
 from incvec.nets import kernels
 
 Way = tuple[str, str]  # a stage's name, and an attempt at it
@@ -37,6 +37,7 @@ def speed_up(
     """
     attempts = [attempt for attempt in ATTEMPTS if (loop.stage.name, attempt) not in failed]
     freed = False
+    relieve(loop.world.device)
     while attempts:
         attempt, problem, full = attempts[0], "", False
         try:

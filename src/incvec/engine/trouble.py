@@ -11,6 +11,7 @@ import torch
 from incvec.errors import DeviceFull, TrainingError
 
 FULL = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # as CUDA, cuDNN and the CPU's put it
+IDLE = 0.2  # of the device; to give memory back waits for all runs on it, so not for a little
 ABSENT = ("no NVIDIA driver", "No CUDA GPUs", "not compiled with CUDA")  # nobody expects a GPU there
 ADVICE = (
     "A smaller batch (--set METHOD.batch_size=64), fewer runs at once or another device may help; the same command "
@@ -34,6 +35,14 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def relieve(device: torch.device) -> None:
+    """Give back what torch keeps once much of the device lies idle: a captured step that is gone leaves its memory."""
+    if device.type == "cuda":
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if idle > IDLE * torch.cuda.get_device_properties(device).total_memory:
+            torch.cuda.empty_cache()
 
 
 def account(device: torch.device) -> str:
