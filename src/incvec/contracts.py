@@ -64,6 +64,7 @@ class Source(Protocol):
     """Rows that can be fetched by index, on the device, in static tensor code."""
 
     labels: Tensor  # label of every row, on the device
+    row: tuple[int, ...]  # shape of a row as it is stored
 
     def fetch(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str]) -> Batch:
         """The named views of the given rows; `generator` may be None only for views that draw nothing."""

@@ -14,11 +14,13 @@ class GaussianSource:
     """Every row fetched is a fresh draw from its class, scale_c mean_c + L_c z with z from N(0, I)."""
 
     labels: Tensor
+    row: tuple[int, ...]
 
     def __init__(self, means: Tensor, factors: Tensor, scales: Tensor | None = None) -> None:
         self.centres = means if scales is None else means * scales[:, None]
         self.factors = factors
         self.labels = torch.arange(len(means), device=means.device)
+        self.row = tuple(means.shape[1:])
 
     def fetch(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str] = ()) -> Batch:
         drawn = draw(self.centres, self.factors, indices, generator)
@@ -29,9 +31,11 @@ class FeatureSource:
     """Features computed once, by row; it has one view, whatever its name."""
 
     labels: Tensor
+    row: tuple[int, ...]
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:
         self.features, self.labels = features, labels
+        self.row = tuple(features.shape[1:])
 
     def fetch(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str] = ()) -> Batch:
         return Batch((self.features.index_select(0, indices),), self.labels.index_select(0, indices), indices)

@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 26  # of them at most, as float32 at the stored size: 500 row
 
 def chunk(source: Source) -> int:
     """Rows to fetch at a time for evaluation and features: one number, so that a compiled network is compiled once."""
-    return max(1, min(CHUNK, CHUNK_BYTES // (4 * math.prod(getattr(source, "row", ())))))
+    return max(1, min(CHUNK, CHUNK_BYTES // (4 * math.prod(source.row))))
 
 
 class ImageSource:
@@ -27,7 +27,7 @@ class ImageSource:
     """
 
     labels: Tensor
-    row: tuple[int, ...]  # shape of an image as it is stored
+    row: tuple[int, ...]
 
     def __init__(
         self,
