@@ -4,7 +4,7 @@
 
 Weight decay takes filters that little depends on to nearly nothing, and a norm's slope (weight / sqrt(var + eps))
 grows as its filter shrinks. Counted for every convolution with a norm behind it, from a run's snapshots: filters of
-less than a hundredth of their layer's median length, and the steepest slope.
+less than a hundredth of their layer's longest, and the steepest slope.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         slope = tensors[f"{name}.weight"].abs() / (var + EPS).sqrt()
         found[name.removeprefix("method/model.")] = {
             "filters": len(lengths),
-            "vanished": int((lengths < lengths.median() / 100).sum()),
+            "vanished": int((lengths < lengths.max() / 100).sum()),
             "median_length": float(f"{lengths.median():.4g}"),
             "shortest": float(f"{lengths.min():.4g}"),
             "longest": float(f"{lengths.max():.4g}"),
@@ -54,7 +54,10 @@ def layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 def measure(run: Path) -> list[dict[str, Any]]:
     """A row for every task."""
     rows = []
-    for file in sorted((run / "snapshots").glob("task-*.safetensors")):
+    files = sorted((run / "snapshots").glob("task-*.safetensors"))
+    if not files:
+        raise SystemExit(f"{run} has no snapshots: expected the folder of a run, with snapshots/task-NN.safetensors.")
+    for file in files:
         found = layers(read_tensors(file)[0])
         total = {name: sum(layer[name] for layer in found.values()) for name in ("filters", "vanished")}
         steepest = max((layer["steepest"] for layer in found.values()), default=0.0)
@@ -67,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, with their snapshots")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
     given = parser.parse_args(arguments)
-    runs = {run.name: measure(run) for run in given.runs}
+    runs = {str(run): measure(run) for run in given.runs}
     for name, rows in runs.items():
         for row in rows:
             print(

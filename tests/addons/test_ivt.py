@@ -476,7 +476,9 @@ def test_filters_that_have_vanished(
     assert any(after > 3 * max(row) for *row, after in found) == explodes, found
 
 
-@pytest.mark.parametrize(("choice", "net", "told"), [("map", "resnet18-64", True), ("map", "small", False)])
+@pytest.mark.parametrize(
+    ("choice", "net", "told"), [("map", "resnet18-64", True), ("layer", "resnet18-64", False), ("map", "small", False)]
+)
 def test_maps_of_wide_networks_are_told_of(choice: str, net: str, told: bool, few: Dataset, tmp_path: Path) -> None:
     options = {"batchnorm": choice, "interval": 50}
     run = make_run(few, tmp_path, quick("pass", "ivt", ivt=options, **{"pass": {"net": net}}))

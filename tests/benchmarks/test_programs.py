@@ -152,19 +152,21 @@ def test_dual_speed_keeps_the_rows_before_a_failure(
 
 
 def test_filters(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of three filters of a layer one has vanished; its norm is the steepest, by hand 0.5 / sqrt(0 + 1e-5)."""
-    weight = torch.zeros(3, 2, 1, 1)
-    weight[0, 0], weight[1, 1] = 3, -4
-    norm = {"weight": torch.tensor([1.0, 2.0, 0.5]), "running_var": torch.tensor([1.0, 4.0, 0.0])}
+    """Of five filters of a layer three have vanished; one's norm is the steepest, by hand 0.5 / sqrt(0 + 1e-5)."""
+    weight = torch.zeros(5, 2, 1, 1)
+    weight[0, 0], weight[1, 1], weight[2, 0] = 3, -4, 0.03
+    norm = {"weight": torch.tensor([1, 2, 0.5, 0, 0]), "running_var": torch.tensor([1.0, 4, 0, 0, 0])}
     tensors = {"backbone.stages.0.1.conv2.weight": weight, "head.weight": weight}
     tensors |= {f"backbone.stages.0.1.norm2.{kind}": value for kind, value in norm.items()}
     named = {f"method/model.{name}": value for name, value in tensors.items()}
     named |= {name.replace("model", "teacher"): value for name, value in named.items()}  # its own alone are counted
     write_tensors(tmp_path / "run" / "snapshots" / "task-03.safetensors", named, {})
     program("filters").main([str(tmp_path / "run"), "--out", str(tmp_path / "f.json")])
-    (row,) = json.loads((tmp_path / "f.json").read_text())["runs"]["run"]
-    assert (row["task"], row["filters"], row["vanished"]) == (3, 3, 1)
+    (row,) = json.loads((tmp_path / "f.json").read_text())["runs"][str(tmp_path / "run")]
+    assert (row["task"], row["filters"], row["vanished"]) == (3, 5, 3)
     (layer,) = row["layers"].values()
-    assert [layer[kind] for kind in ("median_length", "shortest", "longest")] == [3, 0, 4]
+    assert [layer[kind] for kind in ("median_length", "shortest", "longest")] == [pytest.approx(0.03), 0, 4]
     assert row["steepest"] == layer["steepest"] == pytest.approx(0.5 / 1e-5**0.5, rel=1e-3)
-    assert "run task 3: 1 of 3 filters vanished" in capsys.readouterr().out
+    assert "run task 3: 3 of 5 filters vanished" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="bases has no snapshots"):
+        program("filters").main([str(tmp_path / "bases")])

@@ -47,11 +47,11 @@ def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> No
             assert not torch.equal(seen[choice][name], seen["keep"][name]), name
 
 
-@pytest.mark.parametrize(("share", "grows"), [(0.0, False), (1.0, True)])
+@pytest.mark.parametrize(("share", "grows"), [(-1.0, False), (1.0, True)])
 def test_memory_of_captured_steps_comes_back(
     share: float, grows: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once enough of the device lies idle; until then each task's captured step leaves its own."""
+    """Once there is enough of it (here: always, never); until then every task's captured step leaves its own."""
     monkeypatch.setattr(trouble, "IDLE", share)
     trouble.free()
     given = quick("finetune", base_classes=2, tasks=4, engine="graph", finetune={"net": "resnet32-pycil", "epochs": 1})
@@ -60,4 +60,5 @@ def test_memory_of_captured_steps_comes_back(
         for event in make_run(few, tmp_path / "run", given).events()
         if isinstance(event, ev.StageStarted)
     ]
-    assert (kept[-1] > 1.2 * kept[1]) == grows, kept
+    segment = 2 << 20  # the least that a captured step takes
+    assert (kept[-1] - kept[1] >= 3 * segment) == grows, kept  # after the second and the fifth capture

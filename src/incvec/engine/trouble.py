@@ -13,6 +13,7 @@ from incvec.errors import DeviceFull, TrainingError
 FULL = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # as CUDA, cuDNN and the CPU's put it
 IDLE = 0.2  # of the device; to give memory back waits for all runs on it, so not for a little
 ABSENT = ("no NVIDIA driver", "No CUDA GPUs", "not compiled with CUDA")  # nobody expects a GPU there
+_kept: dict[torch.device, int] = {}  # idle memory that could not be given back
 ADVICE = (
     "A smaller batch (--set METHOD.batch_size=64), fewer runs at once or another device may help; the same command "
     "goes on from what was saved."
@@ -38,11 +39,21 @@ def free() -> None:
 
 
 def relieve(device: torch.device) -> None:
-    """Give back what torch keeps once much of the device lies idle: a captured step that is gone leaves its memory."""
-    if device.type == "cuda":
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        if idle > IDLE * torch.cuda.get_device_properties(device).total_memory:
-            torch.cuda.empty_cache()
+    """Give back what captured steps that are gone have left, once it is much.
+
+    Torch keeps it, beside what present steps need when they are replayed; so what counts is by how much that has grown
+    since memory was given back last.
+    """
+    if device.type != "cuda":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    if _idle(device) - _kept.get(device, 0) > IDLE * total:
+        torch.cuda.empty_cache()
+        _kept[device] = _idle(device)
+
+
+def _idle(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def account(device: torch.device) -> str:
