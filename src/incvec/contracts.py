@@ -8,7 +8,7 @@ that the engine can capture a whole step as one CUDA graph; the same code runs e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, runtime_checkable
@@ -182,8 +182,8 @@ class Stage:
         return replace(self, **changes)
 
 
-def no_look(batches: int) -> Iterator[None]:
-    return iter(())
+def no_look(batches: int) -> None:
+    """Where no stage is under way there is nothing to see."""
 
 
 @dataclass
@@ -198,9 +198,9 @@ class World:
     oracle: bool = False
     class_names: tuple[str, ...] = ()  # by label; those of classes to come are nobody's business yet
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # the engine's mixed precision
-    # The stage's loss (which keeps no state) on so many batches of its epoch at most, one a turn, without gradients or
-    # steps: for add-ons that have moved weights and measure. All ranks see the same; none, where no stage is under way.
-    look: Callable[[int], Iterator[None]] = no_look
+    # The stage's loss (which keeps no state) on so many batches of its epoch at most, as one, without gradients or
+    # steps: for add-ons that have moved weights and measure. All ranks see the same, and the same each time.
+    look: Callable[[int], None] = no_look
 
     @property
     def train(self) -> Source:

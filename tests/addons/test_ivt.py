@@ -366,6 +366,28 @@ def test_interpolated_statistics(few: Dataset, tmp_path: Path, teleports: Telepo
 
 
 @pytest.mark.parametrize("choice", ["map", "layer"])
+def test_where_nothing_is_held_back_no_map_changes(
+    choice: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a past S is 1. Told by means over several batches, maps would come out otherwise all the same."""
+    before: list[Tensors] = []
+
+    def began(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        for value in self.plugin.cumulative.values():
+            value.zero_()
+        before.append({name: p.detach().clone() for name, p in self.method.model.named_parameters()})
+
+    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+        for name, p in self.method.model.named_parameters():
+            assert torch.allclose(p, before[-1][name], rtol=1e-3, atol=1e-4), (name, epoch)
+
+    watch(monkeypatch, IVTAddOn, "end_epoch", before=began, after=ended)
+    given = {"batchnorm": choice, "last": "teleport", "interval": 1}
+    run_on(few, tmp_path, "pass", "ivt", ivt=given, **{"pass": {"batch_size": 8}})
+    assert len(before) >= 4
+
+
+@pytest.mark.parametrize("choice", ["map", "layer"])
 def test_teleported_maps(
     choice: str, few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,20 +433,12 @@ def test_teleported_maps(
         layers = [name.removesuffix(".running_mean") for name in old if name.endswith("running_mean")]
         assert len(layers) > 3
         for name in layers:
-            trained, mapped = looks[number][name, True], looks[number][name, False]
-            more = trained[2:]  # a look to see which convolution feeds it
-            trained = trained[:2]
+            trained, (mapped,) = looks[number][name, True], looks[number][name, False]
+            more = trained[1:]  # a look to see which convolution feeds it
             assert len(more) == (choice == "layer")
-            assert [len(x) for x in (*trained, *mapped)] == [4 * 32] * 4  # two batches, which PASS turns
-            seen = []
-            for inputs in (trained, mapped):
-                rows = [x.transpose(0, 1).flatten(1) for x in inputs]
-                seen.append(
-                    [
-                        torch.stack([f(x) for x in rows]).mean(0)
-                        for f in (lambda x: x.mean(1), lambda x: x.var(1, correction=0))
-                    ]
-                )
+            assert len(trained[0]) == len(mapped) == 4 * 64  # two batches as one, which PASS turns
+            rows = [x.transpose(0, 1).flatten(1) for x in (trained[0], mapped)]
+            seen = [(x.mean(1), x.var(1, correction=0)) for x in rows]
             for kind, wanted in zip(STATISTICS, seen[1], strict=True):
                 assert torch.allclose(end[number][f"{name}.{kind}"].double(), wanted, rtol=1e-4, atol=1e-5)
             first = affine(old, name, *(old[f"{name}.{kind}"].double() for kind in STATISTICS))
@@ -517,9 +531,9 @@ def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path
         loop.loss = lambda batch: (grads.append(torch.is_grad_enabled()), loss(batch))[1]
         for _ in range(2):
             batches.clear()
-            draws = []
-            for _ in self.world.look(1):
-                draws.append(torch.rand(3, generator=self.world.generator))
+            draws: list[Tensor] = []
+            self.world.look(2)
+            draws.append(torch.rand(3, generator=self.world.generator))
             looks.append([len(batches), batches[0].images, draws[0]])
         loop.loss = loss
         statistics = {name for name in before if name.endswith(STATISTICS)}  # a network in training keeps these itself
@@ -533,9 +547,12 @@ def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path
             if looks:
                 break
     assert run.loop is None
-    assert list(run.parts.world.look(3)) == []  # dropped with the run that was broken off
+    batches.clear()
+    run.parts.world.look(3)
+    assert batches == []  # dropped with the run that was broken off
     (count, images, draw), (_, images_again, draw_again) = looks[:2]
     assert count == 1
+    assert len(images) == 2 * 32  # of two batches
     assert torch.equal(images, images_again)
     assert torch.equal(draw, draw_again)
     assert grads

@@ -15,7 +15,7 @@ back the product of the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -86,8 +86,11 @@ class Folded:
         return slope
 
 
+Look = Callable[[], None]  # runs the network on some images, the same each time
+
+
 @torch.no_grad()
-def feeding(model: nn.Module, looks: Iterable[None]) -> dict[Any, Any]:
+def feeding(model: nn.Module, look: Look) -> dict[Any, Any]:
     """By norm, the layer without a bias whose output it takes as it is, and no other norm does, where there is one."""
     found: dict[Any, Any] = {}
     last: list[Any] = [None, None]
@@ -103,8 +106,7 @@ def feeding(model: nn.Module, looks: Iterable[None]) -> dict[Any, Any]:
     handles = [layer.register_forward_hook(after) for layer in layers]
     handles += [norm.register_forward_pre_hook(before) for norm in norms_of(model).values()]
     try:
-        for _ in looks:
-            pass
+        look()
     finally:
         for handle in handles:
             handle.remove()
@@ -116,15 +118,12 @@ Moments = tuple[Tensor, Tensor]  # mean and variance, by channel
 
 
 @torch.no_grad()
-def moments(norms: Iterable[Any], looks: Iterable[None]) -> dict[Any, Moments]:
-    """Of what the layers see, by layer: means over the looks, as running statistics are means over steps.
+def moments(norms: Iterable[Any], look: Look) -> dict[Any, Moments]:
+    """Of what the layers see, by layer.
 
-    `looks` runs the network on a batch at a time. Where it calls a layer more than once, the last input counts; a layer
-    that it never calls is not among them.
+    Where the network calls a layer more than once, the last input counts; one that it never calls is not among them.
     """
     seen: dict[Any, Moments] = {}
-    sums: dict[Any, list[Tensor]] = {}
-    count = 0
 
     def note(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         values = inputs[0].float()
@@ -134,25 +133,27 @@ def moments(norms: Iterable[Any], looks: Iterable[None]) -> dict[Any, Moments]:
 
     handles = [norm.register_forward_pre_hook(note) for norm in norms]  # which also keeps our own kernels away
     try:
-        for _ in looks:
-            for norm, found in seen.items():
-                torch._foreach_add_(sums.setdefault(norm, [torch.zeros_like(value) for value in found]), list(found))
-            count += 1
+        look()
     finally:
         for handle in handles:
             handle.remove()
-    return {norm: (mean / count, var / count) for norm, (mean, var) in sums.items()}
+    return seen
 
 
 @torch.no_grad()
-def renormalise(maps: Mapping[Any, Affine], looks: Iterable[None]) -> None:
-    """Make layers these maps, told by the statistics of what they then see; without a look the statistics stay."""
+def renormalise(maps: Mapping[Any, Affine], look: Look) -> None:
+    """Make layers these maps, told by the statistics of what they then see; where nothing is seen the statistics stay.
+
+    The maps have to be by the statistics of the very images that are looked at here, all of them at once. Then maps
+    that did not change are told as they were. By means over several batches they would not be: nothing normalises on
+    the way through maps, so what a batch differs from the mean by grows from layer to layer, and ends in the weights.
+    """
     modes = {norm: norm.training for norm in maps}
     for norm, affine in maps.items():
         affine.tell(norm)
         norm.eval()  # so that it is the map, whatever the batch
     try:
-        for norm, (mean, var) in moments(maps, looks).items():
+        for norm, (mean, var) in moments(maps, look).items():
             norm.running_mean.copy_(mean)
             norm.running_var.copy_(var)
             maps[norm].tell(norm)

@@ -30,7 +30,8 @@ names moves what the task has trained, a backbone that rests there too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -42,7 +43,7 @@ from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
 from incvec.ivt import IVT, scale
 
-LOOKS = 4  # batches whose statistics tell a map
+LOOKS = 4  # batches whose statistics, all at once, tell a map
 MAPS = ("map", "layer")  # ways of BatchNorm that take maps back
 TRIED = 64  # features of the widest network, ResNet-32, that `map` has done well with
 
@@ -283,15 +284,17 @@ class IVTAddOn(AddOn):
         old, new = self.plugin.cumulative.get(name), self.plugin.fisher.get(name)
         return None if old is None or new is None else scale(old.to(new.device), new)
 
-    def _look(self, stage: Stage) -> Iterable[None]:
-        """Batches to measure statistics on; none where the stage has them fixed."""
-        return self.world.look(LOOKS) if stage.batchnorm == "train" else ()
+    def _look(self, stage: Stage) -> None:
+        """At images to measure statistics on; none where the stage has them fixed."""
+        if stage.batchnorm == "train":
+            self.world.look(LOOKS)
 
     @torch.no_grad()
     def _teleport_maps(self, stage: Stage) -> None:
         """A teleport after which each layer is the map of the anchor and S times the way to the one it trains as."""
-        present = moments(self._norms().values(), self._look(stage))
-        fed = feeding(self.method.model, self.world.look(1)) if self.options.batchnorm == "layer" else {}
+        look, layers = partial(self._look, stage), self.options.batchnorm == "layer"
+        present = moments(self._norms().values(), look)
+        fed = feeding(self.method.model, partial(self.world.look, 1)) if layers else {}
         names = {module: name for name, module in self.method.model.named_modules()}
         maps: dict[Any, Affine] = {}
         folded: dict[Any, tuple[str, Folded]] = {}
@@ -314,7 +317,7 @@ class IVTAddOn(AddOn):
         for norm, (_, product) in folded.items():
             maps[norm] = maps[norm]._replace(slope=product.part())
         if maps:
-            renormalise(maps, self._look(stage))
+            renormalise(maps, look)
 
     def end_stage(self, task: Task, stage: Stage) -> None:
         if stage.name == "ivt-fisher":

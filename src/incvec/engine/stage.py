@@ -221,19 +221,17 @@ class StageLoop:
                 yield None
 
     @torch.no_grad()
-    def look(self, batches: int) -> Iterator[None]:
-        """See `World.look`. Draws are the same each time; an epoch begins by seeding its own."""
+    def look(self, batches: int) -> None:
+        """See `World.look`. An epoch begins by seeding its own draws."""
         source, views = self.world.sources[self.stage.source], torch.Generator(self.world.device)
         views.manual_seed(0)
         self.world.generator.manual_seed(0)
         self.looked = True
         self.ranks.set_norms(self.method, False)  # each rank has the whole batch
         try:
-            for rows in self.order.view(self.steps, self.batch)[:batches]:
-                batch = source.fetch(rows, views, self.stage.views)
-                with self.world.autocast():
-                    self.loss(batch)
-                yield None
+            batch = source.fetch(self.order[: batches * self.batch], views, self.stage.views)
+            with self.world.autocast():
+                self.loss(batch)
         finally:
             self.ranks.set_norms(self.method, self.synchronised)
 
