@@ -12,11 +12,11 @@ more, which a run that begins there and the lab's `curvature` need; of pre-train
 The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
 with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`). Those that
 the method holds fixed (SSRE) stay as they are. `map` goes further: what is teleported is the affine map that a layer
-is, by the statistics of some batches seen as one, and the new map is told by theirs again, so that training goes on from
-the function that was teleported (see affine.py). The others leave it to training to make up for a weight that went back
-while the batches it is normalised by stayed. `layer` does as `map`, for a convolution and its norm together: their
-product goes back, by the convolution's S. The two differ little as long as filters keep their lengths; where some have
-nearly vanished, as in ResNet-18's last stage, slopes taken back by themselves may explode (docs/findings.md).
+is, by the statistics of some batches seen as one, and the new map is told by theirs again, so that training goes on
+from the function that was teleported (see affine.py). The others leave it to training to make up for a weight that
+went back while the batches it is normalised by stayed. `layer` does as `map`, for a convolution and its norm together:
+their product goes back, by the convolution's S. The two differ little as long as filters keep their lengths; where
+some have nearly vanished, as in ResNet-18's last stage, slopes taken back by themselves may explode (docs/findings.md).
 
 Algorithm 1 ends on a teleport wherever the interval divides the epochs, so that what is delivered has not trained
 since: `last="skip"` leaves that one out. It says nothing of the classifier, whose old rows have a past and are
