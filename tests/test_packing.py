@@ -126,9 +126,13 @@ def test_asked_to_end_it_ends_and_can_go_on(tmp_path: Path, monkeypatch: pytest.
     def kill(meter: packing.PackingMeter, done: int, total: int) -> None:
         signal.raise_signal(sign)
 
-    with monkeypatch.context() as then:
-        then.setattr(packing.PackingMeter, "__call__", kill)
-        stopped = incvec_(*command)
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    try:
+        with monkeypatch.context() as then:
+            then.setattr(packing.PackingMeter, "__call__", kill)
+            stopped = incvec_(*command)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
     assert stopped.exit_code == 130
     assert "stopped; run the same command again to go on" in stopped.stderr
     assert signal.getsignal(signal.SIGTERM) is before

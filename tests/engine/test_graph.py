@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from incvec.addons.ivt import IVTAddOn
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine import trouble
 from incvec.engine.run import finish
+from tests.addons.tools import watch
 from tests.conftest import make_run, quick, weights
 
 pytestmark = [
@@ -45,6 +47,31 @@ def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> No
         assert torch.isfinite(seen[choice][name]).all(), name
         if name.endswith("norm1.weight") and name.startswith("method/model."):
             assert not torch.equal(seen[choice][name], seen["keep"][name]), name
+
+
+def test_where_nothing_is_held_back_no_map_changes(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a past S is 1; training is in bfloat16, but what sets weights is not."""
+    before: list[dict[str, torch.Tensor]] = []
+
+    def norms(addon: IVTAddOn) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in addon.method.model.named_parameters() if "norm" in name}
+
+    def began(self: IVTAddOn, *_: object) -> None:
+        for value in self.plugin.cumulative.values():
+            value.zero_()
+        before.append(norms(self))
+
+    def ended(self: IVTAddOn, *_: object) -> None:
+        for name, weight in norms(self).items():
+            assert torch.allclose(weight, before[-1][name], rtol=0.02, atol=0.005), name
+
+    watch(monkeypatch, IVTAddOn, "end_epoch", before=began, after=ended)
+    own = {"net": "resnet32-pycil", "batch_size": 8}
+    given = quick("pass", "ivt", ivt={"interval": 1}, engine="graph", precision="bf16", tasks=2, **{"pass": own})
+    assert finish(make_run(few, tmp_path, {**given, "base_classes": 2}))["engine"]["notices"] == []
+    assert before
 
 
 @pytest.mark.parametrize(("share", "grows"), [(-1.0, False), (1.0, True)])

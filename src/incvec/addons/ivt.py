@@ -246,7 +246,7 @@ class IVTAddOn(AddOn):
             self.plugin.end_epoch()
         if self._teleports(task, stage, epoch):
             self._interpolate_statistics()
-            if self.options.batchnorm in MAPS:
+            if self.options.batchnorm in MAPS and self._norms():
                 self._teleport_maps(stage)
             else:
                 self.plugin.teleport(self._left)

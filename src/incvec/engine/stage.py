@@ -8,6 +8,7 @@ epoch is queued without a host synchronisation and its history is read once, aft
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from incvec.ivt.fisher import BatchFisher
 
 WARMUP_STEPS = 2
 TICK = 16  # steps queued before other runs get a turn
+LOOK_BYTES = 1 << 28  # of images at most, as float32 at the stored size, or one batch: two of 128 at 256 x 256
 
 
 def select_parameters(stage: Stage, method: Method, addons: Sequence[AddOn]) -> list[dict[str, nn.Parameter]]:
@@ -222,16 +224,15 @@ class StageLoop:
 
     @torch.no_grad()
     def look(self, batches: int) -> None:
-        """See `World.look`. An epoch begins by seeding its own draws."""
+        """See `World.look`. An epoch begins by seeding its own draws. In full precision, since weights come of it."""
         source, views = self.world.sources[self.stage.source], torch.Generator(self.world.device)
         views.manual_seed(0)
         self.world.generator.manual_seed(0)
         self.looked = True
         self.ranks.set_norms(self.method, False)  # each rank has the whole batch
         try:
-            batch = source.fetch(self.order[: batches * self.batch], views, self.stage.views)
-            with self.world.autocast():
-                self.loss(batch)
+            most = LOOK_BYTES // (4 * math.prod(source.row) * self.batch)
+            self.loss(source.fetch(self.order[: max(1, min(batches, most)) * self.batch], views, self.stage.views))
         finally:
             self.ranks.set_norms(self.method, self.synchronised)
 
