@@ -70,7 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, with their snapshots")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
     given = parser.parse_args(arguments)
-    runs = {str(run): measure(run) for run in given.runs}
+    named = {run.resolve().name: run for run in given.runs}
+    if len(named) < len(given.runs):
+        raise SystemExit(f"Two of the runs have the same name; got {', '.join(map(str, given.runs))}.")
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+    runs = {name: measure(run) for name, run in named.items()}
     for name, rows in runs.items():
         for row in rows:
             print(

@@ -161,8 +161,8 @@ def test_filters(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
     named = {f"method/model.{name}": value for name, value in tensors.items()}
     named |= {name.replace("model", "teacher"): value for name, value in named.items()}  # its own alone are counted
     write_tensors(tmp_path / "run" / "snapshots" / "task-03.safetensors", named, {})
-    program("filters").main([str(tmp_path / "run"), "--out", str(tmp_path / "f.json")])
-    (row,) = json.loads((tmp_path / "f.json").read_text())["runs"][str(tmp_path / "run")]
+    program("filters").main([str(tmp_path / "run"), "--out", str(tmp_path / "new" / "f.json")])
+    (row,) = json.loads((tmp_path / "new" / "f.json").read_text())["runs"]["run"]
     assert (row["task"], row["filters"], row["vanished"]) == (3, 5, 3)
     (layer,) = row["layers"].values()
     assert [layer[kind] for kind in ("median_length", "shortest", "longest")] == [pytest.approx(0.03), 0, 4]
@@ -170,3 +170,5 @@ def test_filters(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "run task 3: 3 of 5 filters vanished" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="bases has no snapshots"):
         program("filters").main([str(tmp_path / "bases")])
+    with pytest.raises(SystemExit, match="same name"):
+        program("filters").main([str(tmp_path / "run"), str(tmp_path / "other" / "run")])
