@@ -519,6 +519,17 @@ def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Pat
     assert any(not torch.equal(weights_a[name], weights_b[name]) for name in weights_a if "norm" in name)
 
 
+@pytest.mark.parametrize("choice", ["map", "layer"])
+def test_a_model_without_batchnorm_has_no_maps(choice: str, few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
+    """It is teleported as with any other choice, and no batch is looked at for it."""
+    looks: list[int] = []
+    watch(monkeypatch, stage_loop.StageLoop, "look", before=lambda loop, batches: looks.append(batches))
+    monkeypatch.setattr(IVTAddOn, "_norms", lambda self: {})  # all networks that are small enough have some
+    keep, maps = (run_on(few, tmp_path / name, "finetune", "ivt", ivt={"batchnorm": name}) for name in ("keep", choice))
+    same(snapshot(keep, 2), snapshot(maps, 2))
+    assert looks == []
+
+
 def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
     """Without gradients, with the same draws each time; none where no stage is under way."""
     batches = record_batches(monkeypatch)

@@ -43,7 +43,7 @@ from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
 from incvec.ivt import IVT, scale
 
-LOOKS = 4  # batches whose statistics, all at once, tell a map
+BATCHES = 4  # whose statistics, all at once, tell a map
 MAPS = ("map", "layer")  # ways of BatchNorm that take maps back
 TRIED = 64  # features of the widest network, ResNet-32, that `map` has done well with
 
@@ -287,7 +287,7 @@ class IVTAddOn(AddOn):
     def _look(self, stage: Stage) -> None:
         """At images to measure statistics on; none where the stage has them fixed."""
         if stage.batchnorm == "train":
-            self.world.look(LOOKS)
+            self.world.look(BATCHES)
 
     @torch.no_grad()
     def _teleport_maps(self, stage: Stage) -> None:
