@@ -39,8 +39,8 @@ from incvec.data import load_dataset
 from incvec.data.chunks import cores
 from incvec.data.folder import IMAGENET
 from incvec.data.layouts import list_images
+from incvec.data.mapped import Placement
 from incvec.data.pack import pack
-from incvec.data.packed import Placement
 from incvec.engine import events as ev
 from incvec.engine.run import Run
 from incvec.presets import resolve

@@ -134,7 +134,7 @@ def test_a_run_begun_at_its_own_base_is_done_too(tmp_path: Path) -> None:
 
 SHRINKING = """
 import incvec.__main__
-from incvec.data.packed import PackedImages
+from incvec.data.mapped import PackedImages
 original = PackedImages.gather
 def gather(self, rows, out):
     self._map(0)
@@ -155,7 +155,7 @@ def test_a_store_that_shrinks_while_it_is_read_is_told_of(tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", SHRINKING, *map(str, command)], capture_output=True, text=True)
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr
-    assert re.search(r"packed\.py.* in gather", done.stderr)
+    assert re.search(r"mapped\.py.* in gather", done.stderr)
 
 
 class Interrupted(Run):

@@ -21,9 +21,8 @@ from typer.core import TyperGroup
 
 import incvec
 from incvec import packing, sweeping
-from incvec.addons import ADDONS, find_addon
 from incvec.config import RunConfig, assign
-from incvec.data import DATASETS, check, load_dataset
+from incvec.data import check, load_dataset
 from incvec.data.packed import is_store
 from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
@@ -34,14 +33,12 @@ from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
 from incvec.errors import ConfigError, DataError, IncvecError, check_out
 from incvec.lab.commands import app as lab_app
-from incvec.methods import METHODS, find_method
-from incvec.nets import backbones
-from incvec.nets.dual import DUALS
-from incvec.presets import presets, resolve, run_name, sweeps
+from incvec.presets import resolve, run_name
 from incvec.progress import follow
 from incvec.records import read_record, readable
 from incvec.report import commands as report_commands
 from incvec.report import tables, tensorboard
+from incvec.report.catalogue import everything, line_below
 
 STOPPED = 130  # what shells expect of a program ended by Ctrl-C
 
@@ -336,37 +333,6 @@ def list_(
                 line.append(f"\n{' ' * (width + 4)}{below}", "dim")
             console.print(line, soft_wrap=True)
         console.print()
-
-
-def line_below(entry: dict[str, str]) -> str:
-    """Of a preset, whose paper is its component's, what chooses it beside method and data set; of others the paper."""
-    variant = entry.get("variant")
-    if variant is None:
-        return entry.get("paper", "")
-    by_itself = {"paper": "", "pretrained": "taken by itself with models that start pre-trained"}
-    return by_itself.get(variant, f"--variant {variant}")
-
-
-def everything() -> dict[str, list[dict[str, str]]]:
-    """Name and summary of all there is, and its paper where there is one."""
-    components = {name: find_method(name) for name in METHODS} | {name: find_addon(name) for name in ADDONS}
-
-    def entry(name: str, component: str) -> dict[str, str]:
-        kind = components[component]
-        return {"name": name, "summary": kind.summary, "paper": kind.paper}
-
-    return {
-        "methods": [entry(name, name) for name in METHODS],
-        "addons": [entry(name, name) for name in ADDONS],
-        "datasets": [
-            {"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()
-        ],
-        "presets": [{**row, **entry(row["name"], row["component"])} for row in presets()],
-        "nets": [{"name": name, "summary": summary} for name, summary in {**backbones(), **DUALS}.items()],
-        "sweeps": [
-            {"name": name, "summary": yaml.load(file.read_text(), Loader)["summary"]} for name, file in sweeps().items()
-        ],
-    }
 
 
 # show -----------------------------------------------------------------------------------------------------

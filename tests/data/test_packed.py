@@ -12,7 +12,8 @@ import torch
 
 from incvec.data import check, load_dataset
 from incvec.data.class_lists import find_class_list
-from incvec.data.packed import PackedImages, open_store
+from incvec.data.mapped import PackedImages
+from incvec.data.packed import open_store
 from incvec.errors import ConfigError, DataError
 from tests.data.pictures import make_root, make_store, photo, save
 

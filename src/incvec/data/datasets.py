@@ -9,7 +9,7 @@ from typing import NamedTuple
 from incvec.data import aircraft, cifar, digits, folder, packed, stores
 from incvec.data.dataset import Dataset, hold_out
 from incvec.data.layouts import list_class_folders, list_images
-from incvec.data.packed import Placement
+from incvec.data.mapped import Placement
 from incvec.errors import ConfigError, DataError, nearest
 
 __all__ = ["DATASETS", "Dataset", "Entry", "check", "load_dataset"]

@@ -16,7 +16,8 @@ from incvec.data.class_lists import WNID, ClassList, find_class_list
 from incvec.data.dataset import Dataset
 from incvec.data.folder import IMAGENET, decode_listing
 from incvec.data.layouts import list_images
-from incvec.data.packed import Placement, Store, is_store, open_store
+from incvec.data.mapped import Placement
+from incvec.data.packed import Store, is_store, open_store
 from incvec.data.resize import CENTRE
 from incvec.errors import ConfigError, DataError, no_root
 

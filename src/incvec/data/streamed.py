@@ -19,7 +19,7 @@ from torch import Tensor
 
 from incvec.contracts import Batch, Source
 from incvec.data.dataset import Dataset, Images
-from incvec.data.packed import Bytes, PackedImages, Rows
+from incvec.data.mapped import Bytes, PackedImages, Rows
 from incvec.data.resize import ResizedViews
 from incvec.data.source import ImageSource
 from incvec.data.views import Views

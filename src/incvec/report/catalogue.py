@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from incvec.addons import ADDONS, find_addon
 from incvec.data import DATASETS
+from incvec.engine.sweep import Loader
 from incvec.errors import DataError
 from incvec.methods import METHODS, find_method
 from incvec.nets import backbones
 from incvec.nets.dual import DUALS
-from incvec.presets import presets
+from incvec.presets import presets, sweeps
 from incvec.records import find_records, read_record
 from incvec.report import summary
 from incvec.report.compare import Comparison, cell_text, compare_gains, known, paper_rows, row_name, standard_cells
@@ -43,6 +46,37 @@ with these settings; for IVT, what it adds to its host's AA stands beside it. Wh
 run."""
 
 NEAR = 1.5  # points
+
+
+def everything() -> dict[str, list[dict[str, str]]]:
+    """Name and summary of all there is, and its paper where there is one."""
+    components = {name: find_method(name) for name in METHODS} | {name: find_addon(name) for name in ADDONS}
+
+    def entry(name: str, component: str) -> dict[str, str]:
+        kind = components[component]
+        return {"name": name, "summary": kind.summary, "paper": kind.paper}
+
+    return {
+        "methods": [entry(name, name) for name in METHODS],
+        "addons": [entry(name, name) for name in ADDONS],
+        "datasets": [
+            {"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()
+        ],
+        "presets": [{**row, **entry(row["name"], row["component"])} for row in presets()],
+        "nets": [{"name": name, "summary": summary} for name, summary in {**backbones(), **DUALS}.items()],
+        "sweeps": [
+            {"name": name, "summary": yaml.load(file.read_text(), Loader)["summary"]} for name, file in sweeps().items()
+        ],
+    }
+
+
+def line_below(entry: dict[str, str]) -> str:
+    """Of a preset, whose paper is its component's, what chooses it beside method and data set; of others the paper."""
+    variant = entry.get("variant")
+    if variant is None:
+        return entry.get("paper", "")
+    by_itself = {"paper": "", "pretrained": "taken by itself with models that start pre-trained"}
+    return by_itself.get(variant, f"--variant {variant}")
 
 
 def catalogue(results: Path | None = None) -> str:
