@@ -28,7 +28,7 @@ from incvec.demo import run_demo, steady_threads
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.checkpoints import check_finished
 from incvec.engine.events import Event
-from incvec.engine.ranks import is_left, prints, several, start
+from incvec.engine.ranks import is_left, leave, prints, several, start
 from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
 from incvec.errors import ConfigError, DataError, IncvecError, check_out
@@ -63,6 +63,7 @@ class Commands(TyperGroup):
                     "another process of this run has ended, for the reason it gives (one that was killed gives none); "
                     "so this one ends too. Start the same command again to go on."
                 )
+            leave()
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped; run the same command again to go on")
             raise typer.Exit(STOPPED) from None

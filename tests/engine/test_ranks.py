@@ -29,6 +29,7 @@ from incvec.data import Dataset, load_dataset
 from incvec.engine import events as ev
 from incvec.engine import files
 from incvec.engine.evaluate import correct_by_class
+from incvec.engine.files import read_meta
 from incvec.engine.ranks import Ranks, SyncNorm, is_left, start
 from incvec.engine.run import Run, finish
 from incvec.engine.stage import StageLoop
@@ -367,7 +368,11 @@ def test_a_rank_that_was_killed_says_nothing_so_the_first_does(tmp_path: Path) -
     out = tmp_path / "run"
     command = ("run", "--method", "podnet", "--device", "cpu", "--out", out, "--set", "podnet.epochs=500")
     first, second = two_commands(*command, killed_at=out / "checkpoint.safetensors")
-    assert (first[0], second[0]) == (1, -signal.SIGKILL)
+    assert second[0] == -signal.SIGKILL
+    assert read_meta(out / "checkpoint.safetensors")["position"]
+    if first[0] == -signal.SIGABRT and "gloo::" in first[1]:
+        return  # a thread of gloo's saw it first, and ends the process: https://github.com/pytorch/pytorch/issues/50701
+    assert first[0] == 1, first[1]
     assert "one that was killed gives none" in first[1]
     assert "Start the same command again" in first[1]
     assert "Traceback" not in first[1]
