@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     named = {run.resolve().name: run for run in given.runs}
     if len(named) < len(given.runs):
-        raise SystemExit(f"Two of the runs have the same name; got {', '.join(map(str, given.runs))}.")
+        told = ", ".join(map(str, given.runs))
+        raise SystemExit(f"Two of the runs have the same name: {told}. Numbers go by the folder's; rename one.")
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
     runs = {name: measure(run) for name, run in named.items()}

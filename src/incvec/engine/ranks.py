@@ -162,7 +162,7 @@ def is_left(error: BaseException) -> bool:
 
 
 def leave() -> NoReturn:
-    """End this process at once: with a peer gone, gloo may abort it on the orderly way out."""
+    """End this process at once, past the orderly way out, on which gloo may trip over a peer that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
