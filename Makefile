@@ -45,9 +45,9 @@ bench: $(VENV)/lab
 # The pictures in results/figures, from the numbers that lie beside them, and every page made from the records.
 figures: $(VENV)/lab
 	test ! -d results/figures || $(BIN)/incvec lab draw results/figures
-	$(BIN)/python -m incvec.report.reproduced results
-	$(BIN)/python -m incvec.report.catalogue > docs/methods.md
-	$(BIN)/python -m incvec.report.catalogue --readme README.md
+	$(BIN)/python -m incvec.study.reproduced results
+	$(BIN)/python -m incvec.study.catalog > docs/methods.md
+	$(BIN)/python -m incvec.study.catalog --readme README.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from incvec.engine import events as ev
 from incvec.engine.run import Run
-from incvec.nets import kernels, launch
-from incvec.nets.launch import Shape, Sums, Tiles
+from incvec.nets import kernels
+from incvec.nets.kernels import launch
+from incvec.nets.kernels.launch import Shape, Sums, Tiles
 from incvec.presets import resolve
 from incvec.records import environment
 

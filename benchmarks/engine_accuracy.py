@@ -27,8 +27,8 @@ from measuring import Report, Row, one_thread
 from incvec.config import RunConfig
 from incvec.data import load_dataset
 from incvec.engine import events as ev
-from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run, finish
+from incvec.engine.scheduler import Failed, turn
 from incvec.presets import resolve
 
 BAR = 0.5

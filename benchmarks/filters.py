@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from incvec.engine.files import read_tensors
+from incvec.atomic_files import read_tensors
 from incvec.records import environment
 
 EPS = 1e-5

@@ -22,10 +22,10 @@ import torch
 from incvec.data import Dataset
 from incvec.engine.build import build
 from incvec.engine.restore import grow
-from incvec.lab import Points, Rebuilt
-from incvec.lab.points import Way
 from incvec.presets import resolve
 from incvec.records import environment
+from incvec.study.geometry import Points, Rebuilt
+from incvec.study.geometry.points import Way
 
 LIMITS = {"path": 10.0, "plane": 60.0}  # seconds on an H200
 

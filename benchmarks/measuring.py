@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
+from incvec.atomic_files import write_bytes
 from incvec.data import Dataset
 from incvec.engine import events as ev
-from incvec.engine.files import write_bytes
 from incvec.records import environment
 
 Row = dict[str, Any]

@@ -33,12 +33,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from incvec.data.chunks import cores, make_chunk
 from incvec.data.decode import read_pixels
 from incvec.data.folder import open_image
 from incvec.data.layouts import Layout, list_images
-from incvec.data.pack import CHUNK_BYTES, CHUNK_ROWS, pack
-from incvec.data.plan import VERSIONS, Chunk
+from incvec.data.store.chunks import cores, make_chunk
+from incvec.data.store.plan import VERSIONS, Chunk
+from incvec.data.store.write import CHUNK_BYTES, CHUNK_ROWS, pack
 
 WAYS = ("decode, pillow", "decode, as packing does", "pack")
 

@@ -36,11 +36,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from incvec.data import load_dataset
-from incvec.data.chunks import cores
 from incvec.data.folder import IMAGENET
 from incvec.data.layouts import list_images
-from incvec.data.mapped import Placement
-from incvec.data.pack import pack
+from incvec.data.store.chunks import cores
+from incvec.data.store.mapped import Placement
+from incvec.data.store.write import pack
 from incvec.engine import events as ev
 from incvec.engine.run import Run
 from incvec.presets import resolve

@@ -37,8 +37,8 @@ from measuring import random_images as random_images
 
 from incvec.data import Dataset
 from incvec.engine import events as ev
-from incvec.engine.many import Failed, turn
 from incvec.engine.run import Run
+from incvec.engine.scheduler import Failed, turn
 from incvec.presets import resolve
 
 PARTS = ("one", "ivt", "eight", "tasks", "eager", "plain")

@@ -74,7 +74,7 @@ def make_run(data: Dataset, out: Path, given: dict[str, Any], bases: Path | None
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    from incvec.engine.files import read_tensors
+    from incvec.atomic_files import read_tensors
 
     return read_tensors(path)[0]
 

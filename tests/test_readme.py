@@ -25,7 +25,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from incvec.addons import ADDONS
-from incvec.cli import app
+from incvec.cli.main import app
 from incvec.config import validate
 from incvec.data import DATASETS, Dataset
 from incvec.engine import events as ev
@@ -33,7 +33,7 @@ from incvec.engine.run import Run, finish
 from incvec.errors import DataError
 from incvec.methods import METHODS
 from incvec.presets import resolve
-from incvec.report import catalogue
+from incvec.study import catalog as catalogue
 from tests.conftest import make_run, quick, same_record, same_weights
 from tests.data.test_aircraft_copy import shard
 
@@ -212,7 +212,7 @@ def test_records_are_shown(shown: Shown, desk: Path) -> None:
 
 
 def test_the_run_folder_has_the_name_the_readme_says() -> None:
-    from incvec.cli import run_name
+    from incvec.cli.main import run_name
     from incvec.presets import resolve
 
     text = (ROOT / "README.md").read_text()
@@ -243,7 +243,7 @@ def test_other_commands_name_what_exists(shown: Shown) -> None:
         assert words[place + 1] == "incvec"
         assert parsed(tuple(words[place + 1 :]))["method"] in METHODS
     elif program == "python" and words[0] == "-m":
-        assert words[1] in ("pytest", "incvec", "incvec.report.catalogue", "incvec.report.reproduced")
+        assert words[1] in ("pytest", "incvec", "incvec.study.catalog", "incvec.study.reproduced")
     elif program == "python":
         source = (ROOT / words[0]).read_text()
         for option in (word for word in words if word.startswith("--")):
@@ -410,14 +410,14 @@ def test_the_examples_survive_being_broken_off(
 def test_the_list_of_methods_is_up_to_date() -> None:
     wanted = catalogue.catalogue(ROOT / "results")
     assert (ROOT / "docs" / "methods.md").read_text() == wanted, (
-        "docs/methods.md is stale: python -m incvec.report.catalogue > docs/methods.md"
+        "docs/methods.md is stale: python -m incvec.study.catalog > docs/methods.md"
     )
 
 
 def test_the_readmes_tables_are_up_to_date() -> None:
     text = (ROOT / "README.md").read_text()
     assert text == catalogue.renewed(text, ROOT / "results"), (
-        "the README's tables are stale: python -m incvec.report.catalogue --readme README.md"
+        "the README's tables are stale: python -m incvec.study.catalog --readme README.md"
     )
     table = text.partition(catalogue.BEGIN)[2].partition(catalogue.END)[0]
     for row, known in (("methods", METHODS), ("add-ons", ADDONS), ("data sets", DATASETS)):
@@ -427,7 +427,7 @@ def test_the_readmes_tables_are_up_to_date() -> None:
 
 def test_the_catalogue_is_a_program_too() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "incvec.report.catalogue", "--results", "nowhere"],
+        [sys.executable, "-m", "incvec.study.catalog", "--results", "nowhere"],
         capture_output=True, text=True, check=True, cwd=ROOT / "src",
     )  # fmt: skip
     assert done.stdout == catalogue.catalogue(None)

@@ -38,7 +38,7 @@ def main() -> None:
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a mapped file that cannot be read ends the process: say where
     try:
-        from incvec.cli import app
+        from incvec.cli.main import app
 
         app(prog_name="incvec")
     except ImportError as error:

@@ -25,6 +25,7 @@ from incvec.addons.merging import (
     refusal,
     share_of,
 )
+from incvec.cli.sweep import plan
 from incvec.contracts import Batch, Stage, Task
 from incvec.data import Dataset
 from incvec.engine.build import check_names
@@ -32,7 +33,6 @@ from incvec.errors import ConfigError
 from incvec.methods import find_method
 from incvec.methods.finetune import local_cross_entropy
 from incvec.presets import resolve
-from incvec.sweeping import plan
 from tests.addons.tools import record_batches, run_on, watch
 from tests.conftest import quick
 

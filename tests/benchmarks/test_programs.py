@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from incvec.engine.files import write_tensors
+from incvec.atomic_files import write_tensors
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="installed without the benchmarks")

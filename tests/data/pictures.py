@@ -9,8 +9,8 @@ from PIL import Image
 
 from incvec.data.class_lists import ClassList
 from incvec.data.layouts import list_images
-from incvec.data.pack import pack
-from incvec.data.packed import Store
+from incvec.data.store.open import Store
+from incvec.data.store.write import pack
 
 
 def photo(seed: int, width: int, height: int) -> Image.Image:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from incvec.cli import app
+from incvec.cli.main import app
 from incvec.data import aircraft, load_dataset
 from incvec.errors import DataError
 

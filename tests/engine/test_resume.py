@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from incvec.data import Dataset
-from incvec.engine import checkpoints
+from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
 from incvec.errors import CheckpointError

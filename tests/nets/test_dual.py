@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from incvec.cli.sweep import plan
 from incvec.errors import ConfigError, DataError
 from incvec.nets import clip as clips
 from incvec.nets import lite
@@ -30,7 +31,6 @@ from incvec.nets.dual import (
     random_dual,
 )
 from incvec.presets import sweeps
-from incvec.sweeping import plan
 from tests.hot_path import NoReading
 
 WORDS = 60

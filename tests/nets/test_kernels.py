@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.errors import ConfigError
-from incvec.nets import Backbone, build_backbone, kernels, launch
-from incvec.nets.launch import Sums, Tiles
+from incvec.nets import Backbone, build_backbone, kernels
+from incvec.nets.kernels import launch
+from incvec.nets.kernels.launch import Sums, Tiles
 from incvec.nets.resnet import Residual, Stem
 from tests.conftest import make_run, quick
 

@@ -4,8 +4,8 @@ from incvec.data.dataset import Dataset
 from incvec.data.datasets import DATASETS, check, load_dataset
 from incvec.data.select import class_means, herd, herd_greedy, kmeans
 from incvec.data.source import ImageSource
+from incvec.data.store.stream import Streamed, StreamedSource, make_source, make_views
 from incvec.data.stream import class_order, relabel, split
-from incvec.data.streamed import Streamed, StreamedSource, make_source, make_views
 from incvec.data.views import Views, rotate90, rotation_labels
 
 __all__ = [

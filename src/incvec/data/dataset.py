@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from incvec.data.mapped import PackedImages
+from incvec.data.store.mapped import PackedImages
 from incvec.errors import ConfigError, DataError, nearest
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel

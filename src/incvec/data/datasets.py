@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from incvec.data import aircraft, cifar, digits, folder, packed, stores
+from incvec.data import aircraft, cifar, digits, folder
+from incvec.data import imagenet as stores
 from incvec.data.dataset import Dataset, hold_out
 from incvec.data.layouts import list_class_folders, list_images
-from incvec.data.mapped import Placement
+from incvec.data.store import open as packed
+from incvec.data.store.mapped import Placement
 from incvec.errors import ConfigError, DataError, nearest
 
 __all__ = ["DATASETS", "Dataset", "Entry", "check", "load_dataset"]

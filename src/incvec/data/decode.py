@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from incvec.data.folder import LONGEST, ORIENTATION, open_image, quiet_pillow
-from incvec.data.mapped import Bytes
+from incvec.data.store.mapped import Bytes
 from incvec.errors import DataError
 
 RGB = 3  # torchvision.io.ImageReadMode.RGB

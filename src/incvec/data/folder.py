@@ -28,7 +28,7 @@ from torch import Tensor
 
 from incvec.data.class_lists import ClassList
 from incvec.data.dataset import Dataset
-from incvec.data.packed import Progress, is_store
+from incvec.data.store.open import Progress, is_store
 from incvec.errors import ConfigError, DataError, no_root
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from torch import Generator, Tensor
 from incvec.data import views as v
 from incvec.data.views import Views, draw_boxes
 from incvec.errors import ConfigError
-from incvec.fusing import fused
+from incvec.fused import fused
 
 CENTRE = 7 / 8  # the part of the side that a test image shows: 224 of 256
 

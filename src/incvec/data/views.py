@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from incvec.data.prepare import fitted
 from incvec.errors import ConfigError, nearest
-from incvec.fusing import fused
+from incvec.fused import fused
 
 NAMES = ("train", "test", "strong", "flipped", "raw")
 DRAWING = frozenset({"train", "strong"})

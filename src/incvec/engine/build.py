@@ -194,9 +194,9 @@ def check_counts(
 def code_version(method: str) -> str:
     """A hash of the source files a base task depends on."""
     root = Path(incvec.__file__).parent
-    files = [root / name for name in ("contracts.py", "config.py", "fusing.py", "ivt/fisher.py", "ivt/names.py")]
+    files = [root / name for name in ("contracts.py", "config.py", "fused.py", "atomic_files.py", "ivt/fisher.py", "ivt/names.py")]
     for room in ("data", "nets", "engine"):
-        files += sorted((root / room).glob("*.py"))
+        files += sorted((root / room).rglob("*.py"))
     for ancestor in find_method(method).__mro__:
         if not ancestor.__module__.startswith("incvec.methods."):
             continue

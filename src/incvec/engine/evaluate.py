@@ -11,7 +11,7 @@ from torch import Tensor
 from incvec.contracts import AddOn, Method, Source, Task, World
 from incvec.data.gaussians import FeatureSource
 from incvec.data.source import chunk
-from incvec.engine.ranks import ALONE, Ranks
+from incvec.engine.distributed import ALONE, Ranks
 
 
 @torch.no_grad()

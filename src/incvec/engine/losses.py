@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from incvec.contracts import Stage, Task
-from incvec.engine.ranks import Ranks
+from incvec.engine.distributed import Ranks
 from incvec.engine.stage import StageLoop
 from incvec.errors import TrainingError
 

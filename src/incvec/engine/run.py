@@ -17,25 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from incvec.atomic_files import read_meta, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task, no_look
 from incvec.data import Dataset
-from incvec.engine import checkpoints
+from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.build import Parts, build, pick_device
-from incvec.engine.checkpoints import Position, Saver
+from incvec.engine.capture import Way, speed_up
+from incvec.engine.checkpoint import Position, Saver
+from incvec.engine.device_errors import explained, gpu_trouble
+from incvec.engine.distributed import ALONE, Ranks
 from incvec.engine.estimate import Estimate
 from incvec.engine.evaluate import correct_by_class, deployed
-from incvec.engine.files import read_meta, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.engine.losses import History, check_weights, fetch_history, read_terms
-from incvec.engine.ranks import ALONE, Ranks
 from incvec.engine.record import Progress, accuracy_matrix, make_record, task_counts
 from incvec.engine.restore import grow, restore
 from incvec.engine.seeds import derive
-from incvec.engine.shared import BaseFile, Lock, base_key
-from incvec.engine.speed import Way, speed_up
+from incvec.engine.shared_bases import BaseFile, Lock, base_key
 from incvec.engine.stage import StageLoop, check_rates
-from incvec.engine.trouble import explained, gpu_trouble
 from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.metrics import weighted_mean

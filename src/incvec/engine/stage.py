@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from incvec.contracts import AddOn, Method, Stage, World
 from incvec.data import Streamed
-from incvec.engine.ranks import ALONE, Ranks
+from incvec.engine.distributed import ALONE, Ranks
 from incvec.errors import ConfigError, TrainingError
-from incvec.fusing import fusing
+from incvec.fused import fusing
 from incvec.ivt.fisher import BatchFisher
 
 WARMUP_STEPS = 2

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from incvec.config import Normalisation, TrainOptions
 from incvec.contracts import Batch, Group, Schedule, Stage, Task, Terms
 from incvec.data.select import kmeans
-from incvec.fusing import fused
+from incvec.fused import fused
 from incvec.methods.common import ExemplarMethod, extract
 from incvec.nets import Head, ProxyHead, mean_row_norm
 

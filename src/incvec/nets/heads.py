@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incvec.fusing import fused
+from incvec.fused import fused
 
 
 def widened(x: Tensor) -> Tensor:

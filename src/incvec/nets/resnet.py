@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incvec.fusing import fused
+from incvec.fused import fused
 from incvec.nets import kernels
 
 Entrance = Literal["3x3", "3x3+pool", "7x7+pool"]

@@ -1,0 +1,246 @@
+"""`incvec data pack` and `incvec data check` on a store."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from incvec.cli import data as packing
+from incvec.cli import main as cli
+from incvec.cli.sweep import plan, sweeps
+from incvec.config import RunConfig
+from incvec.data.store.open import open_store
+from incvec.data.stream import split
+from incvec.presets import preset_file, resolve
+from tests.data.pictures import make_root, make_store
+
+
+def incvec_(*arguments: str | Path) -> Result:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(cli.app, [str(a) for a in arguments], prog_name="incvec")
+
+
+def test_pack_and_check(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    names = tmp_path / "two.txt"
+    names.write_text("n00000000\nn00000002\n")
+    command = ("data", "pack", root, store, "--size", "16", "--classes", names, "--workers", "1")
+    result = incvec_(*command)
+    assert result.exit_code == 0, result.output
+    assert "2 classes, 10 training and 4 test images" in result.stdout
+    assert "14 images packed" in result.stdout
+    again = incvec_(*command)
+    assert "packed before" in again.stdout
+    report = incvec_("data", "check", store)
+    assert report.exit_code == 0, report.output
+    assert "the list 'two.txt@" in report.stdout
+    assert "checksums right" in report.stdout
+
+
+def test_repair(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    missing = incvec_(*command, "--repair")
+    assert missing.exit_code == 1
+    assert "does not exist" in missing.stderr
+    assert incvec_(*command).exit_code == 0
+    assert "nothing is damaged" in incvec_(*command, "--repair").stdout
+    before = (store / "train-00000.bin").read_bytes()
+    (store / "train-00000.bin").write_bytes(bytes(len(before)))
+    (store / "test-labels.bin").unlink()
+    refused = incvec_(*command)
+    assert refused.exit_code == 1
+    assert "with --repair" in refused.stderr
+    mended = incvec_(*command, "--repair")
+    assert mended.exit_code == 0, mended.output
+    assert "mended: train-00000.bin, rows 0 to 14\nmended: test-labels.bin\n2 place(s) mended" in mended.stdout
+    assert (store / "train-00000.bin").read_bytes() == before
+    assert incvec_("data", "check", store).exit_code == 0
+
+
+def test_unreadable_images(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    (root / "train" / "n00000001" / "bad.jpg").write_text("text")
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    refused = incvec_(*command)
+    assert refused.exit_code == 1
+    assert "bad.jpg" in refused.stderr
+    taken = incvec_(*command, "--unreadable", "leave-out")
+    assert taken.exit_code == 0, taken.output
+    assert "1 unreadable" in " ".join(taken.stdout.split())
+    assert "say --unreadable leave-out" in incvec_(*command, "--repair").stderr
+    assert "nothing is damaged" in incvec_(*command, "--repair", "--unreadable", "leave-out").stdout
+
+
+def test_a_place_is_told_as_it_is_written(tmp_path: Path) -> None:
+    """Brackets mean something to the library that prints."""
+    root, store = make_root(tmp_path / "images"), tmp_path / "st[bold]y[/]"
+    (root / "train" / "n00000001" / "notes.txt").write_text("not an image")
+    result = incvec_("data", "pack", root, store, "--size", "16", "--workers", "1")
+    assert result.exit_code == 0, result.output
+    assert str(store) in result.stdout
+    assert "16.1 kB at 16 x 16" in result.stdout
+    assert "1 other file(s) ignored" in result.stdout
+
+
+def test_going_on_tells_of_reading_back(tmp_path: Path) -> None:
+    root, store = make_root(tmp_path / "images"), tmp_path / "store"
+    bad = root / "train" / "n00000001" / "bad.jpg"
+    bad.write_text("text")
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    assert "read back" not in incvec_(*command).stdout
+    bad.unlink()
+    again = incvec_(*command)
+    assert again.exit_code == 0, again.output
+    assert "this store was broken off: what is there is read back and verified first" in again.stdout
+    assert "going on: 6 of 21 images were packed before" in again.stdout
+
+
+def test_checking_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the report, which stays as it is for programs that read it."""
+    root = make_root(tmp_path / "images")
+    monkeypatch.setattr(packing, "QUIET", 0.0)
+    result = incvec_("data", "check", root)
+    assert result.exit_code == 0, result.output
+    assert "checking: 21 of 21 images" in result.stderr
+    assert "checking:" not in result.stdout
+
+
+def test_images_that_would_be_enlarged_are_told_of(tmp_path: Path) -> None:
+    root = make_root(tmp_path / "images")  # 20 to 28 pixels wide, 20 to 22 high
+    (root / "train" / "n00000000" / "000.png").write_text("no image")
+    for size, told in ((20, False), (32, True)):
+        result = incvec_("data", "pack", root, tmp_path / f"{size}", "--size", size, "--workers", "1")
+        assert ("smaller (short side 21) and will be enlarged; --size 21" in result.stdout) == told
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_end_it_ends_and_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int) -> None:
+    """Both in the same way: a message, a status, nothing half-written that is taken for whole."""
+    root, store = make_root(tmp_path / "images", classes=10), tmp_path / "store"
+    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
+    before = signal.getsignal(signal.SIGTERM)
+
+    def kill(meter: packing.PackingMeter, done: int, total: int) -> None:
+        signal.raise_signal(sign)
+
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    try:
+        with monkeypatch.context() as then:
+            then.setattr(packing.PackingMeter, "__call__", kill)
+            stopped = incvec_(*command)
+    finally:
+        signal.signal(signal.SIGINT, heeded)
+    assert stopped.exit_code == 130
+    assert "stopped; run the same command again to go on" in stopped.stderr
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not (store / "store.json").exists()
+    assert incvec_(*command).exit_code == 0
+
+
+def test_a_missing_source_is_one_message(tmp_path: Path) -> None:
+    result = incvec_("data", "pack", tmp_path / "nowhere", tmp_path / "store")
+    assert result.exit_code == 1
+    assert "does not exist" in " ".join(result.stderr.split())
+
+
+METHODS = ("podnet", "mrfa", "pass", "fcs", "ssre", "lucir", "icarl")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dataset", "base", "tasks"), [("imagenet-subset", 50, 5), ("imagenet", 500, 10), ("tiny-imagenet-100", 50, 5)]
+)
+def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, tasks: int) -> None:
+    assert dataset in preset_file(method)
+    config = resolve({"method": method, "addons": ["ivt"] if method in METHODS[:4] else [], "dataset": dataset})
+    assert (config.base_classes, config.tasks, config.order_seed) == (base, tasks, 1993)
+    own = config.sections[method]
+    assert own["net"].startswith("resnet18")
+    kind = "resnet18-64" if dataset == "tiny-imagenet-100" else "resnet18"
+    assert own["net"] == kind + {"podnet": "-podnet", "lucir": "-lucir"}.get(method, "")  # their missing ReLUs
+    jitters = method == "podnet" or (method, dataset) == ("mrfa", "imagenet")  # as their authors have it
+    assert own["brightness"] == (63 / 255 if jitters else 0.0)
+    assert (own["batch_size"], own["memory"]) == (128, 20)
+    exemplars = method in ("podnet", "mrfa", "lucir", "icarl")
+    assert own["epochs"] == (90 if exemplars else 100)
+    assert own["optimiser"] == ("sgd" if exemplars else "adam")
+    assert own["lr"] == (0.1 if exemplars else 1e-3)
+    if "ivt" in config.sections:
+        assert config.sections["ivt"]["interval"] == 10
+
+
+def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> None:
+    """A store packed again from other images has other results; without images at hand nothing is asked."""
+    stores = [
+        make_store(make_root(tmp_path / str(n), classes=2, train=n, test=1), tmp_path / f"s{n}").root for n in (4, 5)
+    ]
+    command = ["run", "--method", "finetune", "--dataset", "packed", "--set", "finetune.net=tiny", "--tasks", "2"]
+    command += ["--set", "base_classes=0", "--set", "finetune.epochs=1", "--set", "finetune.batch_size=4"]
+    command += ["--out", str(tmp_path / "run"), "--data-root"]
+    assert incvec_(*command, stores[0]).exit_code == 0
+    for root in (stores[0], tmp_path / "gone"):
+        assert "done already" in incvec_(*command, root).stdout
+    refused = incvec_(*command, stores[1])
+    assert refused.exit_code == 1
+    told = " ".join(refused.stderr.split())
+    given, expected = (open_store(store).fingerprint[:8] for store in reversed(stores))
+    assert f"other images of packed (their fingerprint begins with {expected}) than are given ({given})" in told
+    assert "choose another --out" in told
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dataset", "classes"), [("imagenet-subset", 100), ("imagenet", 1000), ("tiny-imagenet-100", 100)]
+)
+@pytest.mark.parametrize("tasks", [5, 10, 25])
+def test_every_number_of_increments_of_the_large_data_sets(method: str, dataset: str, classes: int, tasks: int) -> None:
+    """Resolved as by the command line, with IVT too, and cut into tasks that hold all classes."""
+    for addons in ([], ["ivt"]):
+        config = resolve({"method": method, "addons": addons, "dataset": dataset, "tasks": tasks})
+        assert (config.tasks, config.base_classes) == (tasks, classes // 2)
+        cut = split(classes, config.base_classes, config.tasks)
+        assert [task.last - task.first for task in cut] == [classes // 2, *[classes // 2 // tasks] * tasks]
+
+
+@pytest.mark.parametrize("method", [*METHODS, "finetune", "replay", "joint"])
+def test_presets_of_ones_own_images(method: str) -> None:
+    """Those of ImageNet for a packed store; of a folder, whose images are 64 x 64, a network for such."""
+    missing = {"podnet": "-podnet", "lucir": "-lucir"}.get(method, "")
+    for dataset, net in (("packed", "resnet18"), ("folder", "resnet18-64")):
+        own = resolve({"method": method, "dataset": dataset}).sections[method]
+        assert (own["net"], own["normalisation"]) == (net + missing, "default")
+        assert own["epochs"] == (100 if method in ("pass", "fcs", "ssre") else 90)
+        if method in METHODS:
+            like = resolve({"method": method, "dataset": "imagenet-subset"}).sections[method]
+            assert own == {**like, "net": own["net"]}
+
+
+@pytest.mark.parametrize("addon", ["ivt", "eopc"])
+@pytest.mark.parametrize("dataset", ["packed", "folder"])
+def test_addons_take_ones_own_images_as_the_subset(addon: str, dataset: str) -> None:
+    own, like = (
+        resolve({"method": "podnet", "addons": [addon], "dataset": name}).sections[addon]
+        for name in (dataset, "imagenet-subset")
+    )
+    assert own == like
+
+
+def test_sweeps_of_the_large_data_sets() -> None:
+    assert {"imagenet-subset", "tiny-imagenet"} <= set(sweeps())
+    assert len(plan("tiny-imagenet", [])) == 8
+    assert len(plan("imagenet-subset", [])) == 24
+    for name in ("imagenet-subset", "tiny-imagenet"):
+        assert yaml.safe_load(sweeps()[name].read_text())["name"] == name
+
+
+def test_settings_that_most_runs_do_not_have_are_told_where_they_are_chosen() -> None:
+    plain = RunConfig(method="podnet")
+    assert not {"class_list", "placement"} & set(plain.resolved())
+    chosen = RunConfig(method="podnet", class_list="cmc", placement="streamed", image_size=64)
+    assert chosen.resolved()["class_list"] == "cmc"
+    assert chosen.resolved()["placement"] == "streamed"
+    assert chosen.data_options() == {"size": 64, "class_list": "cmc", "placement": "streamed"}

@@ -1,0 +1,91 @@
+"""The captured engine on a CUDA device trains what it should in every task."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from incvec.addons.ivt import IVTAddOn
+from incvec.data import Dataset
+from incvec.engine import device_errors as trouble
+from incvec.engine import events as ev
+from incvec.engine.run import finish
+from tests.addons.tools import watch
+from tests.conftest import make_run, quick, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_backbone_moves_in_every_task(precision: str, few: Dataset, tmp_path: Path) -> None:
+    """A balanced stage freezes it in between; a compiled variant without gradients must not be taken after that."""
+    given = quick("podnet", base_classes=2, tasks=4, engine="graph", precision=precision)
+    run = make_run(few, tmp_path / "run", given)
+    record = finish(run)
+    assert record["engine"]["notices"] == []
+    snapshots = [weights(run.snapshot_path(task)) for task in range(5)]
+    for before, after in itertools.pairwise(snapshots):
+        trained = [name for name in before if ".backbone." in name and "running" not in name]
+        assert all(not torch.equal(before[name], after[name]) for name in trained)
+
+
+def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> None:
+    """A look beside a captured step with our own kernels, which a layer that is listened to goes without."""
+    given = {"base_classes": 2, "tasks": 2, "precision": "bf16", "engine": "graph", "pass": {"net": "resnet32-pycil"}}
+    seen = {}
+    for choice in ("keep", "map", "layer"):
+        run = make_run(few, tmp_path / choice, quick("pass", "ivt", ivt={"batchnorm": choice, "head": "keep"}, **given))
+        assert finish(run)["engine"]["notices"] == []
+        seen[choice] = weights(run.snapshot_path(2))
+    for choice, name in itertools.product(("map", "layer"), seen["keep"]):
+        assert torch.isfinite(seen[choice][name]).all(), name
+        if name.endswith("norm1.weight") and name.startswith("method/model."):
+            assert not torch.equal(seen[choice][name], seen["keep"][name]), name
+
+
+def test_where_nothing_is_held_back_no_map_changes(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a past S is 1; training is in bfloat16, but what sets weights is not."""
+    before: list[dict[str, torch.Tensor]] = []
+
+    def norms(addon: IVTAddOn) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in addon.method.model.named_parameters() if "norm" in name}
+
+    def began(self: IVTAddOn, *_: object) -> None:
+        for value in self.plugin.cumulative.values():
+            value.zero_()
+        before.append(norms(self))
+
+    def ended(self: IVTAddOn, *_: object) -> None:
+        for name, weight in norms(self).items():
+            assert torch.allclose(weight, before[-1][name], rtol=0.02, atol=0.005), name
+
+    watch(monkeypatch, IVTAddOn, "end_epoch", before=began, after=ended)
+    own = {"net": "resnet32-pycil", "batch_size": 8}
+    given = quick("pass", "ivt", ivt={"interval": 1}, engine="graph", precision="bf16", tasks=2, **{"pass": own})
+    assert finish(make_run(few, tmp_path, {**given, "base_classes": 2}))["engine"]["notices"] == []
+    assert before
+
+
+@pytest.mark.parametrize(("share", "grows"), [(-1.0, False), (1.0, True)])
+def test_memory_of_captured_steps_comes_back(
+    share: float, grows: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once there is enough of it (here: always, never); until then every task's captured step leaves its own."""
+    monkeypatch.setattr(trouble, "IDLE", share)
+    trouble.free()
+    given = quick("finetune", base_classes=2, tasks=4, engine="graph", finetune={"net": "resnet32-pycil", "epochs": 1})
+    kept = [
+        torch.cuda.memory_reserved()
+        for event in make_run(few, tmp_path / "run", given).events()
+        if isinstance(event, ev.StageStarted)
+    ]
+    segment = 2 << 20  # the least that a captured step takes
+    assert (kept[-1] - kept[1] >= 3 * segment) == grows, kept  # after the second and the fifth capture
