@@ -236,7 +236,7 @@ def step_time(on: bool, epochs: int, small: bool) -> dict[str, Any]:
     given: dict[str, Any] = {
         "method": "podnet", "dataset": "digits" if small else "cifar100", "engine": "auto", "tasks": 1,
         "base_classes": len(data.class_names) // 2,
-        "podnet": {"epochs": epochs, "balance_epochs": 1, "normalisation": "default"},
+        "podnet": {"epochs": epochs, "balance_epochs": 1, "normalization": "default"},
     }  # fmt: skip
     marks: list[float] = []
     notices: list[str] = []

@@ -35,7 +35,7 @@ from incvec.presets import resolve
 WORDS = 49408  # CLIP's vocabulary; its last two are the start and the end of a text
 
 
-def tokenise(texts: Sequence[str]) -> Tensor:
+def tokenize(texts: Sequence[str]) -> Tensor:
     """As many numbers as a short caption has, one word different in each sentence."""
     rows = [[WORDS - 2, 320, 1125, 539, 1000 + sum(map(ord, text)) % 1000, WORDS - 1] for text in texts]
     return torch.tensor(rows)
@@ -118,7 +118,7 @@ def random_models(small: bool) -> Iterator[None]:
     plain = methods.build_dual, methods.input_of
 
     def build(net: str, *rest: Any) -> Any:
-        return from_transformers(random_clip(small), tokenise) if net == "clip" else plain[0](net, *rest)
+        return from_transformers(random_clip(small), tokenize) if net == "clip" else plain[0](net, *rest)
 
     def wanted(net: str, *rest: Any) -> Any:
         return Input(32 if small else 224, MEAN, STD) if net == "clip" else plain[1](net, *rest)

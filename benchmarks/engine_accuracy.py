@@ -28,7 +28,7 @@ from incvec.config import RunConfig
 from incvec.data import load_dataset
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
-from incvec.engine.scheduler import Failed, turn
+from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.presets import resolve
 
 BAR = 0.5
@@ -57,7 +57,7 @@ def together(configs: Sequence[RunConfig], data_root: Path | None) -> Iterator[R
     data = load_dataset(configs[0].dataset, data_root)
     with tempfile.TemporaryDirectory() as folder:
         runs = [partial(Run, config, data, Path(folder) / str(number)) for number, config in enumerate(configs)]
-        for _, event in turn(runs, len(runs)):
+        for _, event in run_concurrently(runs, len(runs)):
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, ev.Finished):

@@ -25,7 +25,7 @@ def pick_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -57,7 +57,7 @@ def settings(small: bool, addons: Sequence[str] = (), engine: str = "auto", **op
         "addons": list(addons),
         "base_classes": 5 if small else 50,
         "tasks": 5,
-        "podnet": {"normalisation": "default", "balance_epochs": 0, "lr": 0.01, **options},
+        "podnet": {"normalization": "default", "balance_epochs": 0, "lr": 0.01, **options},
     }
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from measuring import Report, one_thread, pick_device, random_images, settings, synchronise
+from measuring import Report, one_thread, pick_device, random_images, settings, synchronize
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -35,7 +35,7 @@ WARMUP = 10  # steps that are not timed
 
 
 class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Some rows of a data set, opened, cropped, flipped, jittered and normalised one by one."""
+    """Some rows of a data set, opened, cropped, flipped, jittered and normalized one by one."""
 
     def __init__(self, data: Dataset, rows: Tensor, side: int) -> None:
         images = cast(Tensor, data.train_images)[rows]
@@ -90,11 +90,11 @@ def measure(data: Dataset, parts: Parts, task: Task, workers: int, seconds: floa
         logged += loss.item()
         steps += 1
         if steps == WARMUP:
-            synchronise()
+            synchronize()
             began = time.perf_counter()
         elif steps > WARMUP and time.perf_counter() - began > seconds:
             break
-    synchronise()
+    synchronize()
     return (steps - WARMUP) * stage.batch_size / (time.perf_counter() - began)
 
 

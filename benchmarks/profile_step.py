@@ -20,7 +20,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from measuring import Report, Row, one_thread, pick_device, random_images, settings, synchronise, turned
+from measuring import Report, Row, one_thread, pick_device, random_images, settings, synchronize, turned
 from torch.profiler import ProfilerActivity, profile
 
 from incvec.engine import events as ev
@@ -42,13 +42,13 @@ def seconds_a_step(loop: StageLoop, steps: int, waits: bool) -> float:
     """The median of five tries; `waits`: until the device has done them, or until they are launched."""
     found = []
     for _ in range(5):
-        synchronise()
+        synchronize()
         began = time.perf_counter()
         play(loop, steps)
         if waits:
-            synchronise()
+            synchronize()
         found.append((time.perf_counter() - began) / steps)
-    synchronise()
+    synchronize()
     return statistics.median(found)
 
 
@@ -56,10 +56,10 @@ def kernels_of(loop: StageLoop, steps: int) -> list[Row]:
     """Each kernel (on a CPU: operator) with its launches and microseconds a step, the costliest first."""
     cuda = loop.world.device.type == "cuda"
     play(loop, 1)
-    synchronise()
+    synchronize()
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
         play(loop, steps)
-        synchronise()
+        synchronize()
     rows: list[Row] = []
     for average in profiler.key_averages():
         entry: Any = average
@@ -96,7 +96,7 @@ def profile_run(report: Report, chosen: dict[str, Any], number: int, given: argp
                 if not isinstance(event, ev.StageStarted) or run.loop is None:
                     continue
                 stage = "base" if event.task == 0 else "increment"
-                synchronise()  # what follows is launched on another stream than the run's
+                synchronize()  # what follows is launched on another stream than the run's
                 row = account(run.loop, stage, given.addon, given.steps)
                 for kernel in row["kernels"][: given.top]:
                     print(f"{kernel['microseconds']:>10.1f} us {kernel['launches']:>8.1f} x  {kernel['name'][:90]}")

@@ -134,14 +134,14 @@ def plain(root: Path, case: Case, workers: int, seconds: float, device: torch.de
     if case.jpeg[0] == case.side:
         network.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
     network.to(device)
-    optimiser = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
 
     def train(images: Tensor, labels: Tensor) -> Tensor:
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss = F.cross_entropy(network(images), labels)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         return loss.detach()
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -168,7 +168,7 @@ def ours(store: Path, case: Case, method: str, placement: Placement, out: Path) 
     """The base stage, and for a method with a teacher the increment's."""
     teacher = method != "finetune"
     options: dict[str, Any] = {"net": case.nets[method], "epochs": case.epochs, "batch_size": case.batch, "lr": 0.01}
-    options |= {"brightness": 0.0, "normalisation": "default"}
+    options |= {"brightness": 0.0, "normalization": "default"}
     if teacher:
         options |= {"balance_epochs": 1, "memory": min(20, case.images // CLASSES // 2)}
     config = resolve(

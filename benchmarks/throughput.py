@@ -32,13 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Report, Row, one_thread, pick_device, settings, synchronise, turned
+from measuring import Report, Row, one_thread, pick_device, settings, synchronize, turned
 from measuring import random_images as random_images
 
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import Run
-from incvec.engine.scheduler import Failed, turn
+from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.presets import resolve
 
 PARTS = ("one", "ivt", "eight", "tasks", "eager", "plain")
@@ -92,7 +92,7 @@ def measure(data: Dataset, given: dict[str, Any], runs: int) -> Iterator[Row]:
     marks: list[dict[int, list[Mark]]] = [{0: [], 1: []} for _ in range(runs)]
     with tempfile.TemporaryDirectory() as folder:
         many = [Run(resolve({**given, "seed": seed}), data, Path(folder) / str(seed)) for seed in range(runs)]
-        with closing(turn([lambda run=run: run for run in many], runs)) as events:  # type: ignore[misc]
+        with closing(run_concurrently([lambda run=run: run for run in many], runs)) as events:  # type: ignore[misc]
             for number, event in events:
                 if isinstance(event, Failed):
                     raise event.error
@@ -102,7 +102,7 @@ def measure(data: Dataset, given: dict[str, Any], runs: int) -> Iterator[Row]:
                 if isinstance(event, ev.EpochEnded) and event.task < 2:  # one may be ahead of the others
                     marks[number][event.task].append((time.perf_counter(), images[(number, event.task)]))
                 if min(len(own[1]) for own in marks) == epochs:
-                    synchronise()
+                    synchronize()
                     break
         notices = sorted({text for run in many for text in run.progress.notices})
     for task, stage in enumerate(("base", "increment")):
@@ -133,12 +133,12 @@ def increment_of(run: Run) -> Generator[ev.Event, None, None]:
 
 def ten_epochs(events: Iterator[ev.Event]) -> float:
     """Seconds of the next ten epochs. The engine is one epoch ahead of what it tells, before as after."""
-    synchronise()
+    synchronize()
     began = time.perf_counter()
     seen = 0
     while seen < INTERVAL:
         seen += isinstance(next(events), ev.EpochEnded)
-    synchronise()
+    synchronize()
     return time.perf_counter() - began
 
 
@@ -199,12 +199,12 @@ def increments(
         if isinstance(event, ev.TaskEnded):
             done = event.task
         if isinstance(event, ev.Saved) and done == 0 and not began:  # the task's checkpoint follows its evaluation
-            synchronise()
+            synchronize()
             began = time.perf_counter()
         if isinstance(event, ev.Saved) and done == count:
             break
     events.close()  # waits for the file that is being written
-    synchronise()
+    synchronize()
     return images, time.perf_counter() - began, run.progress.notices
 
 

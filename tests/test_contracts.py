@@ -9,12 +9,12 @@ from incvec.contracts import Group, Schedule
 
 
 def test_cosine_is_torchs_annealing_stepped_once_an_epoch() -> None:
-    optimiser = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 5)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     wanted = []
     for _ in range(5):
-        wanted += [optimiser.param_groups[0]["lr"]] * 2
-        optimiser.step()
+        wanted += [optimizer.param_groups[0]["lr"]] * 2
+        optimizer.step()
         annealing.step()
     assert Schedule("cosine").factors(5, 2).tolist() == pytest.approx(wanted)
 

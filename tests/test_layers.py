@@ -149,7 +149,15 @@ def test_registries_name_files_of_their_own_room(registry: Mapping[str, str], ro
 def test_the_rule_sees_what_it_should(path: str, text: str, bad: bool, tmp_path: Path) -> None:
     names = ["", "ivt", "ivt/adapters", "data", "methods", "addons", "engine", "study", "cli"]
     files = [f"{name}/__init__.py" for name in names]
-    files += ["methods/b.py", "engine/run.py", "ivt/plugin.py", "cli/main.py", "cli/demo.py", "study/tables.py", "config.py"]
+    files += [
+        "methods/b.py",
+        "engine/run.py",
+        "ivt/plugin.py",
+        "cli/main.py",
+        "cli/demo.py",
+        "study/tables.py",
+        "config.py",
+    ]
     for file in files:
         (tmp_path / file.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file.lstrip("/")).write_text("")

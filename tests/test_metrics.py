@@ -15,7 +15,7 @@ from incvec.metrics import (
     gap_closed,
     inclearn_forgetting,
     matrix_from_counts,
-    summarise,
+    summarize,
 )
 
 
@@ -25,7 +25,7 @@ def stream(*ends: int) -> list[Task]:
 
 
 def test_three_equal_tasks_by_hand() -> None:
-    got = summarise([[90.0], [60.0, 80.0], [70.0, 50.0, 40.0]], [10, 10, 10])
+    got = summarize([[90.0], [60.0, 80.0], [70.0, 50.0, 40.0]], [10, 10, 10])
     assert got["a"] == pytest.approx([90, 70, 160 / 3])
     assert got["AA"] == pytest.approx((90 + 70 + 160 / 3) / 3)
     assert got["LA"] == pytest.approx(160 / 3)
@@ -38,7 +38,7 @@ def test_three_equal_tasks_by_hand() -> None:
 
 
 def test_unequal_tasks_weigh_accuracy_by_images_and_forgetting_by_tasks() -> None:
-    got = summarise([[80.0], [70.0, 90.0], [60.0, 75.0, 100.0]], [50, 10, 20])
+    got = summarize([[80.0], [70.0, 90.0], [60.0, 75.0, 100.0]], [50, 10, 20])
     assert got["a"] == pytest.approx([80, (3500 + 900) / 60, (3000 + 750 + 2000) / 80])
     assert got["LA"] == pytest.approx(71.875)
     assert got["AA"] == pytest.approx((80 + 220 / 3 + 71.875) / 3)
@@ -46,14 +46,14 @@ def test_unequal_tasks_weigh_accuracy_by_images_and_forgetting_by_tasks() -> Non
 
 
 def test_the_best_accuracy_may_come_later_than_the_first() -> None:
-    got = summarise([[50.0], [80.0, 70.0], [60.0, 75.0, 90.0]], [1, 1, 1])
+    got = summarize([[50.0], [80.0, 70.0], [60.0, 75.0, 90.0]], [1, 1, 1])
     assert got["FM"] == pytest.approx((20 - 5) / 2)  # the last row is not among the maximum's
     assert got["fm_pycil"] == pytest.approx((20 + 0) / 2)  # where it is, a task that gained has forgotten nothing
     assert got["fm_first_last"] == pytest.approx((-10 - 5) / 2)
 
 
 def test_a_single_task() -> None:
-    got = summarise([[77.0]], [100])
+    got = summarize([[77.0]], [100])
     assert got["AA"] == got["LA"] == got["plasticity"] == 77
     assert [got["FM"], got["fm_spu"], got["fm_first_last"], got["fm_pycil"], got["fm_inclearn"]] == [None] * 5
     assert inclearn_forgetting([[3, 4]], [5, 5]) is None
@@ -61,7 +61,7 @@ def test_a_single_task() -> None:
 
 def test_full_rows_are_read_below_the_diagonal_only() -> None:
     full = [[90.0, math.nan], [60.0, 80.0]]
-    assert summarise(full, [3, 1]) == summarise([[90.0], [60.0, 80.0]], [3, 1])
+    assert summarize(full, [3, 1]) == summarize([[90.0], [60.0, 80.0]], [3, 1])
 
 
 @st.composite
@@ -75,7 +75,7 @@ def triangles(draw: st.DrawFn) -> tuple[list[list[float]], list[int]]:
 def test_identities_between_the_variants(drawn: tuple[list[list[float]], list[int]]) -> None:
     rows, counts = drawn
     size, newest = len(rows), rows[-1][-1]
-    got = summarise(rows, counts)
+    got = summarize(rows, counts)
     assert got["FM"] is not None
     assert got["fm_spu"] is not None
     assert got["fm_first_last"] is not None
@@ -87,7 +87,7 @@ def test_identities_between_the_variants(drawn: tuple[list[list[float]], list[in
     drops = [max(row[i] for row in rows[i:]) - rows[-1][i] for i in range(size - 1)]
     assert got["fm_pycil"] == pytest.approx(sum(drops) / (size - 1), abs=1e-9)
     assert min(rows[-1]) - 1e-9 <= got["LA"] <= max(rows[-1]) + 1e-9
-    equal = summarise(rows, [7] * size)
+    equal = summarize(rows, [7] * size)
     best = [max(row[i] for row in rows[i:-1]) for i in range(size - 1)]
     assert equal["fm_spu"] == pytest.approx(sum(best) / size - equal["LA"], abs=1e-9)
 
@@ -96,7 +96,7 @@ def test_spu_restated_with_a_matrix_full_of_zeros() -> None:
     rows = [[90.0], [60.0, 80.0], [70.0, 50.0, 40.0]]
     table = [row + [0.0] * (3 - len(row)) for row in rows]
     expected = sum(max(table[t][i] for t in range(2)) - table[2][i] for i in range(3)) / 3
-    assert summarise(rows, [1, 1, 1])["fm_spu"] == pytest.approx(expected)
+    assert summarize(rows, [1, 1, 1])["fm_spu"] == pytest.approx(expected)
 
 
 def test_inclearn_groups_classes_by_ten_and_divides_by_one_more() -> None:
@@ -106,7 +106,7 @@ def test_inclearn_groups_classes_by_ten_and_divides_by_one_more() -> None:
     assert inclearn_forgetting(rows, counts) == pytest.approx((40 + 40 - 70) / 4)
     matrix = matrix_from_counts(rows, counts, stream(15, 20, 25))
     assert matrix == [[90], [60, 80], [50, 50, 70]]
-    got = summarise(matrix, [150, 50, 50], correct_by_class=rows, class_counts=counts)
+    got = summarize(matrix, [150, 50, 50], correct_by_class=rows, class_counts=counts)
     assert got["fm_inclearn"] == pytest.approx(2.5)
     assert got["FM"] == pytest.approx((40 + 30) / 2)
 
@@ -115,7 +115,7 @@ def test_inclearn_is_fm_over_another_divisor_where_groups_are_tasks() -> None:
     counts = [4] * 30
     rows = [[4] * 10, [2] * 10 + [3] * 10, [1] * 10 + [3] * 10 + [4] * 10]
     tasks = stream(10, 20, 30)
-    got = summarise(
+    got = summarize(
         matrix_from_counts(rows, counts, tasks),
         counts_by_task(counts, tasks),
         correct_by_class=rows,
@@ -140,7 +140,7 @@ def test_gap_closed() -> None:
     assert gap_closed(53.0, 54.0, 64.0) == pytest.approx(-0.1)
     assert gap_closed(56.0, 60.0, 60.0) is None
     assert gap_closed(56.0, 60.0, 59.0) is None
-    assert summarise([[60.0]], [1], plain=50.0, oracle=70.0)["gap_closed"] == pytest.approx(0.5)
+    assert summarize([[60.0]], [1], plain=50.0, oracle=70.0)["gap_closed"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -157,15 +157,15 @@ def test_gap_closed() -> None:
 )
 def test_a_malformed_matrix_is_refused(matrix: list[list[float]], counts: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        summarise(matrix, counts)
+        summarize(matrix, counts)
 
 
 def test_malformed_counts_are_refused() -> None:
     tasks = stream(2, 3)
     with pytest.raises(ValueError, match="given alone"):
-        summarise([[1.0]], [1], class_counts=[1])
+        summarize([[1.0]], [1], class_counts=[1])
     with pytest.raises(ValueError, match=r"2 rows.*has 1"):
-        summarise([[1.0]], [1], correct_by_class=[[1], [1, 1]], class_counts=[1, 1])
+        summarize([[1.0]], [1], correct_by_class=[[1], [1, 1]], class_counts=[1, 1])
     with pytest.raises(ValueError, match="3 correct of 2"):
         matrix_from_counts([[3, 1]], [2, 2, 2], tasks)
     with pytest.raises(ValueError, match=r"row 0.*1 classes.*2 are seen"):

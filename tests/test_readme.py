@@ -33,7 +33,7 @@ from incvec.engine.run import Run, finish
 from incvec.errors import DataError
 from incvec.methods import METHODS
 from incvec.presets import resolve
-from incvec.study import catalog as catalogue
+from incvec.study import catalog as catalog
 from tests.conftest import make_run, quick, same_record, same_weights
 from tests.data.test_aircraft_copy import shard
 
@@ -408,7 +408,7 @@ def test_the_examples_survive_being_broken_off(
 
 
 def test_the_list_of_methods_is_up_to_date() -> None:
-    wanted = catalogue.catalogue(ROOT / "results")
+    wanted = catalog.catalog(ROOT / "results")
     assert (ROOT / "docs" / "methods.md").read_text() == wanted, (
         "docs/methods.md is stale: python -m incvec.study.catalog > docs/methods.md"
     )
@@ -416,10 +416,10 @@ def test_the_list_of_methods_is_up_to_date() -> None:
 
 def test_the_readmes_tables_are_up_to_date() -> None:
     text = (ROOT / "README.md").read_text()
-    assert text == catalogue.renewed(text, ROOT / "results"), (
+    assert text == catalog.renewed(text, ROOT / "results"), (
         "the README's tables are stale: python -m incvec.study.catalog --readme README.md"
     )
-    table = text.partition(catalogue.BEGIN)[2].partition(catalogue.END)[0]
+    table = text.partition(catalog.BEGIN)[2].partition(catalog.END)[0]
     for row, known in (("methods", METHODS), ("add-ons", ADDONS), ("data sets", DATASETS)):
         line = next(line for line in table.splitlines() if line.startswith(f"| {row} |"))
         assert set(re.findall(r"`(.+?)`", line)) == set(known)
@@ -430,12 +430,12 @@ def test_the_catalogue_is_a_program_too() -> None:
         [sys.executable, "-m", "incvec.study.catalog", "--results", "nowhere"],
         capture_output=True, text=True, check=True, cwd=ROOT / "src",
     )  # fmt: skip
-    assert done.stdout == catalogue.catalogue(None)
+    assert done.stdout == catalog.catalog(None)
 
 
 def test_a_result_is_pending_until_a_record_shows_otherwise(tmp_path: Path) -> None:
     def results_of(name: str) -> str:
-        line = next(line for line in catalogue.catalogue(tmp_path).splitlines() if line.startswith(f"| `{name}` |"))
+        line = next(line for line in catalog.catalog(tmp_path).splitlines() if line.startswith(f"| `{name}` |"))
         return line.rstrip("| ").rpartition(" | ")[2]
 
     def leave(folder: str, accuracy: float, given: dict[str, Any], **changes: Any) -> None:
@@ -469,15 +469,15 @@ def test_a_result_is_pending_until_a_record_shows_otherwise(tmp_path: Path) -> N
 
 
 def test_cells_and_markers() -> None:
-    assert catalogue.linked("A, B and C, https://d.org/e,f") == "[A, B and C](https://d.org/e,f)"
-    assert catalogue.linked("(a baseline)") == "(a baseline)"
-    assert catalogue.table(["a"], [["x|y"]]) == "| a |\n| --- |\n| x\\|y |"
+    assert catalog.linked("A, B and C, https://d.org/e,f") == "[A, B and C](https://d.org/e,f)"
+    assert catalog.linked("(a baseline)") == "(a baseline)"
+    assert catalog.table(["a"], [["x|y"]]) == "| a |\n| --- |\n| x\\|y |"
     text = "before\n<a>\nold\n<b>\nafter\n"
-    renewed = catalogue.between(text, "<a>", "<b>", r"\1 new")
+    renewed = catalog.between(text, "<a>", "<b>", r"\1 new")
     assert renewed == text.replace("old", r"\1 new")
-    assert catalogue.between(renewed, "<a>", "<b>", r"\1 new") == renewed
+    assert catalog.between(renewed, "<a>", "<b>", r"\1 new") == renewed
     with pytest.raises(DataError, match="no place for this: expected <a>"):
-        catalogue.between("nothing here", "<a>", "<b>", "new")
+        catalog.between("nothing here", "<a>", "<b>", "new")
 
 
 # Links ----------------------------------------------------------------------------------------------------

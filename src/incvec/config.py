@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from incvec.errors import ConfigError, nearest
 
-Normalisation = Literal["default", "lucir"]
+Normalization = Literal["default", "lucir"]
 Ints = Annotated[tuple[int, ...], Field(strict=False)]
 
 
@@ -36,7 +36,7 @@ class TrainOptions(Options):
     epochs: int = Field(160, ge=1, description="epochs of an incremental task")
     base_epochs: int | None = Field(None, ge=1, description="epochs of the base task; none: as `epochs`")
     batch_size: int = Field(128, ge=1)
-    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
     lr: float = Field(0.1, gt=0)
     base_lr: float | None = Field(None, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -47,7 +47,7 @@ class TrainOptions(Options):
     base_milestones: Ints | None = None
     gamma: float = Field(0.1, gt=0, le=1)
     brightness: float = Field(63 / 255, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
-    normalisation: Normalisation = Field("default", description="where the data set has several")
+    normalization: Normalization = Field("default", description="where the data set has several")
     memory: int = Field(20, ge=1, description="exemplars a class, where the method keeps any")
     memory_total: int | None = Field(None, ge=1, description="a fixed total instead, shared by the classes seen")
 

@@ -104,7 +104,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class Optimizer:
     kind: Literal["sgd", "adam", "adamw"] = "sgd"
     momentum: float = 0.9
     nesterov: bool = False
@@ -148,7 +148,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training, as data. Without an optimiser it is a measuring pass.
+    """A stretch of training, as data. Without an optimizer it is a measuring pass.
 
     A measuring pass with groups runs backward (so that `gradients` hooks have something to collect) and steps
     nothing; one without groups runs its loss without gradients (BatchNorm recalibration).
@@ -159,7 +159,7 @@ class Stage:
     epochs: int
     batch_size: int
     groups: tuple[Group, ...] = ()
-    optimiser: Optimiser | None = None
+    optimizer: Optimizer | None = None
     schedule: Schedule = Schedule()
     source: str = "train"
     views: tuple[str, ...] = ("train",)
@@ -173,16 +173,16 @@ class Stage:
         skip = {"loss"}
         plain: dict[str, Any] = {k: v for k, v in vars(self).items() if k not in skip}
         plain["groups"] = [vars(g) for g in self.groups]
-        plain["optimiser"] = None if self.optimiser is None else vars(self.optimiser)
+        plain["optimizer"] = None if self.optimizer is None else vars(self.optimizer)
         plain["schedule"] = vars(self.schedule)
         plain["loss"] = None if self.loss is None else getattr(self.loss, "__qualname__", repr(self.loss))
         return plain
 
-    def but(self, **changes: Any) -> Stage:
+    def replace(self, **changes: Any) -> Stage:
         return replace(self, **changes)
 
 
-def no_look(batches: int) -> None:
+def no_probe(batches: int) -> None:
     """Where no stage is under way there is nothing to see."""
 
 
@@ -200,7 +200,7 @@ class World:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # the engine's mixed precision
     # The stage's loss (which keeps no state) on so many batches of its epoch at most, as one, without gradients or
     # steps: for add-ons that have moved weights and measure. All ranks see the same, and the same each time.
-    look: Callable[[int], None] = no_look
+    probe: Callable[[int], None] = no_probe
 
     @property
     def train(self) -> Source:
@@ -222,7 +222,7 @@ class Method(nn.Module):
     joint: ClassVar[bool] = False  # whether all classes come as one task, whatever the stream
     pretrained: ClassVar[bool] = False  # whether `model` knows something when it is made: then tasks are all equal
     trains: ClassVar[bool] = True  # whether it has stages at all
-    rests: ClassVar[bool] = False  # whether `encode` is the same all through a run: then it sees each test image once
+    frozen_encoder: ClassVar[bool] = False  # whether `encode` never changes: test images pass once
 
     task: Task  # the one under way; the engine sets it before `grow`
     model: nn.Module  # what is deployed: teleported, merged, interpolated
@@ -240,11 +240,11 @@ class Method(nn.Module):
 
     @classmethod
     def input(cls, options: Any) -> Input | None:
-        """What the views have to hand out; None: the data set's own size and normalisation."""
+        """What the views have to hand out; None: the data set's own size and normalization."""
         return None
 
     @classmethod
-    def contrasts(cls, options: Any) -> bool:
+    def uses_batch_contrast(cls, options: Any) -> bool:
         """Whether the loss compares the samples of a batch, so that a batch of one has no gradient."""
         return False
 
@@ -273,7 +273,7 @@ class Method(nn.Module):
         raise TypeError(f"{type(self).__name__} has no loss")
 
     def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Transform `.grad` in place (PODNet's clamp, SPU's mask) before add-ons and the optimiser see it."""
+        """Transform `.grad` in place (PODNet's clamp, SPU's mask) before add-ons and the optimizer see it."""
 
     def end_stage(self, task: Task, stage: Stage) -> None: ...
 
@@ -321,12 +321,12 @@ class AddOn:
         self.method = method
 
     @classmethod
-    def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
+    def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
         """Why this add-on makes no sense with that method, or after those add-ons; None where it does."""
         return None
 
     @classmethod
-    def refuses_options(cls, options: Any, method: type[Method], method_options: Any) -> str | None:
+    def incompatible_options(cls, options: Any, method: type[Method], method_options: Any) -> str | None:
         """Why these options make no sense with that method and its options; None where they do."""
         return None
 
@@ -349,8 +349,8 @@ class AddOn:
     def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
         """Runs inside the (captured) step, after the method's transform: device code only."""
 
-    def end_epoch(self, task: Task, stage: Stage, epoch: int, optimiser: torch.optim.Optimizer | None) -> None:
-        """`epoch` counts from 1, as in the paper. No host synchronisation here."""
+    def end_epoch(self, task: Task, stage: Stage, epoch: int, optimizer: torch.optim.Optimizer | None) -> None:
+        """`epoch` counts from 1, as in the paper. No host synchronization here."""
 
     def end_stage(self, task: Task, stage: Stage) -> None: ...
 
@@ -376,6 +376,6 @@ class AddOn:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore from what `state` gave; called once the structure has been grown."""
 
-    def facts(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """Plain numbers about the task just ended, for the record."""
         return {}

@@ -35,7 +35,7 @@ class TrainingError(IncvecError):
     """Training that cannot go on: a loss or a feature that is not finite."""
 
 
-class DeviceFull(TrainingError):
+class DeviceMemoryError(TrainingError):
     """A device whose memory does not suffice; with fewer runs beside it, it might."""
 
 

@@ -55,7 +55,7 @@ class Summary(TypedDict):
     a: list[float]
 
 
-def summarise(
+def summarize(
     matrix: Matrix,
     test_counts: Sequence[int],
     *,

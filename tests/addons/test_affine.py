@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalise
+from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalize
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_taken_back_and_told() -> None:
     assert torch.allclose(norm.bias, torch.tensor([2.5, -6.0]))  # offset plus slope times the mean
 
 
-def test_renormalising_changes_no_function_but_whose_statistics_tell_it(network: nn.Sequential) -> None:
+def test_renormalizing_changes_no_function_but_whose_statistics_tell_it(network: nn.Sequential) -> None:
     """Evaluation stays what it was; training on the images looked at now does the same."""
     images = 3 * torch.randn(64, 3, 6, 6) - 2  # of another kind than the statistics are of
     network.eval()
@@ -60,7 +60,7 @@ def test_renormalising_changes_no_function_but_whose_statistics_tell_it(network:
     def look() -> None:
         network(images)
 
-    renormalise(maps, look)  # the pass in training mode has moved the statistics, so these are no longer the maps
+    renormalize(maps, look)  # the pass in training mode has moved the statistics, so these are no longer the maps
     assert all(norm.training and not norm._forward_pre_hooks for norm in maps)
     inputs = network[0](images)
     assert torch.allclose(network[1].running_mean, inputs.mean((0, 2, 3)), atol=1e-5)  # type: ignore[arg-type]
@@ -96,13 +96,13 @@ def test_where_nothing_went_back_nothing_changes(network: nn.Sequential) -> None
     before = {name: value.clone() for name, value in network.named_parameters()}
     norms = norms_of(network).values()
     found = moments(norms, look)
-    renormalise({norm: Affine.of(norm.weight, norm.bias, *found[norm], norm.eps) for norm in norms}, look)
+    renormalize({norm: Affine.of(norm.weight, norm.bias, *found[norm], norm.eps) for norm in norms}, look)
     assert all(torch.allclose(value, before[name], atol=1e-5) for name, value in network.named_parameters())
 
 
 def test_nothing_seen_nothing_changed(network: nn.Sequential) -> None:
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    renormalise({norm: map_of(norm) for norm in norms_of(network).values()}, lambda: None)
+    renormalize({norm: map_of(norm) for norm in norms_of(network).values()}, lambda: None)
     assert all(torch.allclose(value, before[name]) for name, value in network.state_dict().items())
 
 
@@ -112,7 +112,7 @@ def test_an_error_while_looking_leaves_no_hook(network: nn.Sequential) -> None:
 
     maps = {norm: map_of(norm) for norm in norms_of(network).values()}
     with pytest.raises(ValueError, match="memory"):
-        renormalise(maps, look)
+        renormalize(maps, look)
     assert all(norm.training and not norm._forward_pre_hooks for norm in maps)
 
 

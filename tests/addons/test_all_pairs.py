@@ -54,7 +54,7 @@ def test_pair(method: str, addon: str, few: Dataset, tmp_path: Path, bases: Path
 
 def test_every_add_on_goes_with_the_methods_it_is_for() -> None:
     for addon in ADDONS:
-        accepted = [name for name in METHODS if find_addon(addon).refuses(find_method(name), []) is None]
+        accepted = [name for name in METHODS if find_addon(addon).incompatibility(find_method(name), []) is None]
         wanted = [name for name in METHODS if expected_refusal(name, addon) is None]
         assert accepted == wanted
         assert len(accepted) >= 5

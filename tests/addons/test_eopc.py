@@ -315,7 +315,7 @@ def test_without_noise_and_bends_the_average_lies_on_the_line(
             results.append(state_of(self.method.model))
 
     watch(monkeypatch, EOPC, "end_stage", before=before, after=after)
-    still = {"lr": 1e-30, "radius": 0.0, "ensemble_radius": 0.0, "centre": 0.6, "gap": 0.2, "members": 4}
+    still = {"lr": 1e-30, "radius": 0.0, "ensemble_radius": 0.0, "center": 0.6, "gap": 0.2, "members": 4}
     herded: list[Tensors] = []
     watch(monkeypatch, ImageMethod, "herd_new", before=lambda self, task: herded.append(state_of(self.model)))
     run = run_on(few, tmp_path, method, "eopc", eopc=still)
@@ -358,8 +358,8 @@ def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
     assert [stage.name for stage in run._plan(tasks[0])] == ["main"]
     path = run._plan(tasks[1])[-1]
     assert (path.name, path.role, path.owner, path.batchnorm) == ("eopc-path", "path", "eopc", "frozen")
-    assert path.optimiser is not None
-    assert path.optimiser.momentum == 0
+    assert path.optimizer is not None
+    assert path.optimizer.momentum == 0
     assert [sorted(row["eopc"]) for row in run.progress.facts] == [[], ["max_a", "max_b"], ["max_a", "max_b"]]
     assert run.parts.addons[0].state() == {}  # nothing is carried between tasks
 
@@ -375,7 +375,7 @@ def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
 )
 def test_presets(dataset: str, radius: float, ensemble_radius: float, place: float) -> None:
     own = resolve({"method": "podnet", "addons": ["eopc"], "dataset": dataset}).sections["eopc"]
-    assert (own["radius"], own["ensemble_radius"], own["cut_off"], own["centre"]) == (
+    assert (own["radius"], own["ensemble_radius"], own["cut_off"], own["center"]) == (
         radius, ensemble_radius, place, place,
     )  # fmt: skip
     assert (own["epochs"], own["lr"], own["batch_size"], own["positions"], own["members"]) == (20, 0.1, 128, 10, 10)

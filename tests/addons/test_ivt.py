@@ -37,7 +37,7 @@ class Teleports:
         self.epochs: list[tuple[int, str, int]] = []
         where: list[tuple[int, str, int]] = [(0, "", 0)]
 
-        def epoch(addon: IVTAddOn, task: Task, stage: Stage, number: int, optimiser: Any) -> None:
+        def epoch(addon: IVTAddOn, task: Task, stage: Stage, number: int, optimizer: Any) -> None:
             where[0] = (task.index, stage.name, number)
 
         def before(plugin: IVT, leave: tuple[str, ...], towards: Any = None) -> None:
@@ -373,12 +373,12 @@ def test_where_nothing_is_held_back_no_map_changes(
     """Without a past S is 1. Told by means over several batches, maps would come out otherwise all the same."""
     before: list[Tensors] = []
 
-    def began(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def began(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         for value in self.plugin.cumulative.values():
             value.zero_()
         before.append({name: p.detach().clone() for name, p in self.method.model.named_parameters()})
 
-    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         for name, p in self.method.model.named_parameters():
             assert torch.allclose(p, before[-1][name], rtol=1e-4, atol=1e-5), (name, epoch)
 
@@ -403,7 +403,7 @@ def test_teleported_maps(
     names: dict[int, str] = {}
     watch(monkeypatch, IVTAddOn, "begin_task", before=lambda self, task: start.append(state_of(self.method.model)))
 
-    def began(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def began(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         names.update({id(module): name for name, module in self.method.model.named_modules()})
         looks.append({})
         trained_as.append(state_of(self.method.model))
@@ -412,7 +412,7 @@ def test_teleported_maps(
         if self._forward_pre_hooks and id(self) in names:
             looks[-1].setdefault((names[id(self)], self.training), []).append(x.detach().double())
 
-    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         if not looks[-1]:
             looks.pop()
             trained_as.pop()
@@ -472,7 +472,7 @@ def test_filters_that_have_vanished(
             found = max(float(h.abs().max()) for h in model.backbone(images).maps)  # in training mode
         return found
 
-    def vanish(addon: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def vanish(addon: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         sizes.append([])
         if addon._teleports(task, stage, epoch):
             before = largest(addon)
@@ -480,7 +480,7 @@ def test_filters_that_have_vanished(
                 addon.method.model.backbone.stages[0][0].conv1.weight[::2] = 0
             sizes[-1] = [before, largest(addon)]
 
-    def ended(addon: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def ended(addon: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         if sizes[-1]:
             sizes[-1].append(largest(addon))
 
@@ -508,7 +508,7 @@ def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Pat
     plan = IVTAddOn.plan
 
     def frozen(self: IVTAddOn, task: Task, stages: list[Stage]) -> list[Stage]:
-        return [stage.but(batchnorm="frozen") if task.index else stage for stage in plan(self, task, stages)]
+        return [stage.replace(batchnorm="frozen") if task.index else stage for stage in plan(self, task, stages)]
 
     monkeypatch.setattr(IVTAddOn, "plan", frozen)
     keep, maps = (
@@ -536,7 +536,7 @@ def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path
     looks: list[list[Any]] = []
     grads: list[bool] = []
 
-    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def ended(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         before, loop = state_of(self.method), run.loop
         assert loop is not None
         history, loss = loop.history.clone(), loop.loss
@@ -544,12 +544,12 @@ def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path
         for _ in range(2):
             batches.clear()
             draws: list[Tensor] = []
-            self.world.look(2)
+            self.world.probe(2)
             draws.append(torch.rand(3, generator=self.world.generator))
             looks.append([len(batches), batches[0].images, draws[0]])
         with monkeypatch.context() as then:
-            then.setattr(stage_loop, "LOOK_BYTES", 1)
-            self.world.look(2)
+            then.setattr(stage_loop, "PROBE_BYTES", 1)
+            self.world.probe(2)
         assert [len(batch.images) for batch in batches] == [2 * 32, 32]  # where two would be too large, one
         loop.loss = loss
         statistics = {name for name in before if name.endswith(STATISTICS)}  # a network in training keeps these itself
@@ -564,7 +564,7 @@ def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path
                 break
     assert run.loop is None
     batches.clear()
-    run.parts.world.look(3)
+    run.parts.world.probe(3)
     assert batches == []  # dropped with the run that was broken off
     (count, images, draw), (_, images_again, draw_again) = looks[:2]
     assert count == 1
@@ -783,19 +783,19 @@ def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, m
     states: list[tuple[Tensors, Tensors]] = []
     now: list[Tensors] = [{}]
 
-    def flat(self: IVTAddOn, optimiser: torch.optim.Optimizer) -> Tensors:
+    def flat(self: IVTAddOn, optimizer: torch.optim.Optimizer) -> Tensors:
         named = {id(p): name for name, p in self.method.model.named_parameters()}
-        pairs = [(named[id(p)], key, t) for p, state in optimiser.state.items() for key, t in state.items()]
+        pairs = [(named[id(p)], key, t) for p, state in optimizer.state.items() for key, t in state.items()]
         return {f"{name}:{key}": t.clone() for name, key, t in pairs}
 
-    def before(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
-        now[0] = flat(self, optimiser)
+    def before(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
+        now[0] = flat(self, optimizer)
 
-    def after(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
-        states.append((now[0], flat(self, optimiser)))
+    def after(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
+        states.append((now[0], flat(self, optimizer)))
 
     watch(monkeypatch, IVTAddOn, "end_epoch", before=before, after=after)
-    options = {"epochs": 3, "optimiser": kind, "lr": 0.01}
+    options = {"epochs": 3, "optimizer": kind, "lr": 0.01}
     run_on(few, tmp_path, "finetune", "ivt", finetune=options, ivt={"interval": 2, "optimiser_state": choice}, tasks=1)
     assert len(states) == 3
     for epoch, (old, new) in enumerate(states, start=1):
@@ -812,10 +812,10 @@ def test_a_head_that_is_kept_keeps_its_optimiser_state(
 ) -> None:
     seen: list[tuple[bool, bool]] = []
 
-    def after(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimiser: Any) -> None:
+    def after(self: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         named = dict(self.method.model.named_parameters())
         names = ("head.blocks.0.weight", "backbone.stem.conv.weight")
-        seen.append(tuple(bool(optimiser.state[named[n]]["momentum_buffer"].any()) for n in names))  # type: ignore[arg-type]
+        seen.append(tuple(bool(optimizer.state[named[n]]["momentum_buffer"].any()) for n in names))  # type: ignore[arg-type]
 
     watch(monkeypatch, IVTAddOn, "end_epoch", after=after)
     run_on(few, tmp_path, "finetune", "ivt", ivt={"head": "keep", "optimiser_state": "reset"}, tasks=1)

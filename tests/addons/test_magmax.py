@@ -77,7 +77,7 @@ def test_rows_of_a_task_stay_as_its_own_model_had_them(
     """With a classifier of its own for each task, later tasks have no say in it, and neither has weight decay."""
     ended: list[Tensors] = []
     watch(monkeypatch, Finetune, "end_task", before=lambda self, task: ended.append(state_of(self.model)))
-    options = {"loss_over": "new", "optimiser": "adam", "lr": 0.01, "weight_decay": 0.1}
+    options = {"loss_over": "new", "optimizer": "adam", "lr": 0.01, "weight_decay": 0.1}
     run = run_on(few, tmp_path, "finetune", addon, finetune=options)
     for block in range(3):
         for name in (f"head.blocks.{block}.weight", f"head.blocks.{block}.bias"):

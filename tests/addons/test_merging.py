@@ -76,7 +76,7 @@ def test_the_local_variant_of_finetune_is_what_is_merged(dataset: str) -> None:
     local = resolve({**given, "variant": "local"}).sections["finetune"]
     assert local["loss_over"] == "new"
     if dataset == "cifar100":
-        assert (local["optimiser"], local["lr"], local["epochs"]) == ("adam", 1e-3, 100)
+        assert (local["optimizer"], local["lr"], local["epochs"]) == ("adam", 1e-3, 100)
 
 
 def test_state_goes_flat_and_comes_back() -> None:

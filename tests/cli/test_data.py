@@ -167,7 +167,7 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
     assert (own["batch_size"], own["memory"]) == (128, 20)
     exemplars = method in ("podnet", "mrfa", "lucir", "icarl")
     assert own["epochs"] == (90 if exemplars else 100)
-    assert own["optimiser"] == ("sgd" if exemplars else "adam")
+    assert own["optimizer"] == ("sgd" if exemplars else "adam")
     assert own["lr"] == (0.1 if exemplars else 1e-3)
     if "ivt" in config.sections:
         assert config.sections["ivt"]["interval"] == 10
@@ -212,7 +212,7 @@ def test_presets_of_ones_own_images(method: str) -> None:
     missing = {"podnet": "-podnet", "lucir": "-lucir"}.get(method, "")
     for dataset, net in (("packed", "resnet18"), ("folder", "resnet18-64")):
         own = resolve({"method": method, "dataset": dataset}).sections[method]
-        assert (own["net"], own["normalisation"]) == (net + missing, "default")
+        assert (own["net"], own["normalization"]) == (net + missing, "default")
         assert own["epochs"] == (100 if method in ("pass", "fcs", "ssre") else 90)
         if method in METHODS:
             like = resolve({"method": method, "dataset": "imagenet-subset"}).sections[method]

@@ -294,12 +294,12 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_list() -> None:
     result = incvec_("list", "--json")
     assert result.exit_code == 0
-    catalogue = json.loads(result.stdout)
-    assert list(catalogue) == ["methods", "addons", "datasets", "presets", "nets", "sweeps"]
-    for kind, entries in catalogue.items():
+    catalog = json.loads(result.stdout)
+    assert list(catalog) == ["methods", "addons", "datasets", "presets", "nets", "sweeps"]
+    for kind, entries in catalog.items():
         assert all(entry["name"] and entry["summary"] for entry in entries)
         assert kind in ("nets", "sweeps") or all(entry["paper"] for entry in entries)
-    names = {kind: [entry["name"] for entry in entries] for kind, entries in catalogue.items()}
+    names = {kind: [entry["name"] for entry in entries] for kind, entries in catalog.items()}
     assert {"finetune", "podnet"} <= set(names["methods"])
     assert "ivt" in names["addons"]
     assert {"cifar100", "digits", "folder"} <= set(names["datasets"])

@@ -62,8 +62,8 @@ def test_reads_the_official_layout(tmp_path, monkeypatch):
     assert data.train_images[0, 1, 1, 2] == (1024 + 34) % 256
     assert data.pad == 4
     assert data.flip
-    assert data.normalisations["default"] == ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))
-    assert data.normalisations["lucir"] == ((0.5071, 0.4866, 0.4409), (0.2009, 0.1984, 0.2023))
+    assert data.normalizations["default"] == ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))
+    assert data.normalizations["lucir"] == ((0.5071, 0.4866, 0.4409), (0.2009, 0.1984, 0.2023))
     inside = datasets.load_dataset("cifar100", folder)
     assert torch.equal(inside.train_images, data.train_images)
     report = datasets.check(tmp_path)
@@ -198,5 +198,5 @@ def test_the_real_thing():
     assert data.test_labels.tolist() == theirs.targets
     assert list(data.class_names) == theirs.classes
     mean = data.train_images.double().mean((0, 2, 3)) / 255
-    assert torch.allclose(mean, torch.tensor(data.normalisation()[0]).double(), atol=5e-4)
+    assert torch.allclose(mean, torch.tensor(data.normalization()[0]).double(), atol=5e-4)
     assert any("50000 training and 10000 test" in line for line in datasets.check(REAL))

@@ -32,7 +32,7 @@ def test_digits_are_the_embedded_ones():
         assert (mine[:, 0].double() / 255 * 16 - torch.from_numpy(theirs)).abs().max() <= 0.5 * 16 / 255 + 1e-9
     assert data.train_images.max() == 255
     assert data.train_images.min() == 0
-    (mean,), (std,) = data.normalisation()
+    (mean,), (std,) = data.normalization()
     pixels = data.train_images.double() / 255
     assert abs(pixels.mean().item() - mean) < 1e-4
     assert abs(pixels.std().item() - std) < 1e-4
@@ -51,7 +51,7 @@ def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'cifar100'"):
         datasets.load_dataset("cifar10O")
     with pytest.raises(ConfigError, match="Did you mean 'default'"):
-        datasets.load_dataset("digits").normalisation("defualt")
+        datasets.load_dataset("digits").normalization("defualt")
     with pytest.raises(ConfigError, match="image_size is for the data sets folder, packed, imagenet-subset"):
         datasets.load_dataset("digits", size=32)
     with pytest.raises(ConfigError, match="test_every is for the data set 'folder'"):
@@ -84,7 +84,7 @@ def make(**changes):
         "pad": 1,
         "flip": True,
         "fingerprint": "x",
-        "normalisations": {"default": ((0.5,) * 3, (0.5,) * 3)},
+        "normalizations": {"default": ((0.5,) * 3, (0.5,) * 3)},
     }
     return Dataset(**(parts | changes))
 
@@ -98,7 +98,7 @@ def make(**changes):
         ({"train_labels": torch.tensor([0, 0, 0, 0])}, "class 'b' has no train image"),
         ({"test_labels": torch.tensor([1, 1])}, "class 'a' has no test image"),
         ({"test_images": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)}, "same shape"),
-        ({"normalisations": {}}, "default"),
+        ({"normalizations": {}}, "default"),
     ],
 )
 def test_inconsistent_data_sets_are_refused(changes, message):

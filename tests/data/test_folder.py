@@ -12,18 +12,18 @@ from incvec.data import datasets, folder
 from incvec.errors import ConfigError, DataError
 
 
-def paint(path, colour=(255, 0, 0), size=(12, 8), **options):
+def paint(path, color=(255, 0, 0), size=(12, 8), **options):
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, colour).save(path, **options)
+    Image.new("RGB", size, color).save(path, **options)
 
 
 @pytest.fixture
 def split_root(tmp_path):
     """train/ and test/, classes ant (red) and bee (blue)."""
-    for name, colour in (("bee", (0, 0, 255)), ("ant", (255, 0, 0))):
+    for name, color in (("bee", (0, 0, 255)), ("ant", (255, 0, 0))):
         for i in range(3):
-            paint(tmp_path / "train" / name / f"{i}.png", colour)
-        paint(tmp_path / "test" / name / "9.png", colour)
+            paint(tmp_path / "train" / name / f"{i}.png", color)
+        paint(tmp_path / "test" / name / "9.png", color)
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def test_train_and_test_folders(split_root):
     assert data.test_images[1, :, 4, 4].tolist() == [0, 0, 255]
     assert data.pad == 1
     assert data.flip
-    assert data.normalisation() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert data.normalization() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def test_what_it_is_stands_in_the_record(split_root, tmp_path_factory):
@@ -74,7 +74,7 @@ def test_val_serves_where_there_is_no_test(split_root):
 
 
 def test_a_test_folder_without_classes_gives_way_to_val(split_root):
-    """Contests give unlabelled test images in one folder."""
+    """Contests give unlabeled test images in one folder."""
     (split_root / "test").rename(split_root / "val")
     paint(split_root / "test" / "0.png")
     listing = folder.list_files(split_root)
@@ -215,7 +215,7 @@ def test_short_side_is_resized_and_the_centre_kept(tmp_path):
     assert (square[:, 2:8] == 255).all()
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
     assert np.array_equal(folder.square(image, 9), np.asarray(image))
-    # antialiased: a fine chessboard becomes grey, not black or white
+    # antialiased: a fine chessboard becomes gray, not black or white
     board = np.indices((64, 64)).sum(0)[:, :, None] % 2 * np.full(3, 255)
     small = folder.square(Image.fromarray(board.astype(np.uint8)), 8)
     assert np.abs(small.astype(int) - 127).max() < 8
@@ -269,10 +269,10 @@ def test_a_bad_tag_beside_the_orientation_does_no_harm(tmp_path):
     assert folder.open_image(tmp_path / "a.jpg").size == (8, 12)
 
 
-def test_grey_and_palette_images_become_rgb(tmp_path):
-    Image.new("L", (8, 8), 77).save(tmp_path / "grey.png")
+def test_gray_and_palette_images_become_rgb(tmp_path):
+    Image.new("L", (8, 8), 77).save(tmp_path / "gray.png")
     Image.new("RGB", (8, 8), (1, 2, 3)).quantize(4).save(tmp_path / "palette.png")
-    assert folder.square(folder.open_image(tmp_path / "grey.png"), 8)[0, 0].tolist() == [77, 77, 77]
+    assert folder.square(folder.open_image(tmp_path / "gray.png"), 8)[0, 0].tolist() == [77, 77, 77]
     assert folder.square(folder.open_image(tmp_path / "palette.png"), 8)[0, 0].tolist() == [1, 2, 3]
 
 

@@ -41,7 +41,7 @@ def labels_of(listing):
 
 
 def test_imagenet_in_class_folders(root):
-    (root / "test").mkdir()  # ImageNet's unlabelled images, not ours
+    (root / "test").mkdir()  # ImageNet's unlabeled images, not ours
     save(photo(0, 9, 9), root / "test" / "0.png")
     found = list_images(root)
     assert (found.name, found.class_list) == ("imagenet", None)

@@ -1,6 +1,6 @@
 """Views of two real photographs, scikit-learn's china.jpg and flower.jpg, beside what torchvision makes of them.
 
-Each sample has its own box, flip and colours; torchvision is given the same ones, image by image.
+Each sample has its own box, flip and colors; torchvision is given the same ones, image by image.
 """
 
 import pytest
@@ -47,7 +47,7 @@ def box_of(boxes, i):
     return [int(edge[i]) for edge in boxes]
 
 
-def normalised(image):
+def normalized(image):
     return tv.normalize(image, MEAN, STD)
 
 
@@ -83,13 +83,13 @@ def test_the_train_view(stored, device):
     for i in range(COUNT):
         theirs = tv.resized_crop(stored[i].float() / 255, *box_of(boxes, i), [SIDE, SIDE], antialias=True)
         theirs = tv.horizontal_flip(theirs) if mirrored[i] else theirs
-        theirs = normalised(tv.adjust_brightness(theirs, float(factors[i])))
+        theirs = normalized(tv.adjust_brightness(theirs, float(factors[i])))
         assert torch.allclose(seen[i], theirs, atol=1e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_strong_view(stored, device):
-    """FCS's: grey or not, brightness, contrast, saturation and hue, each sample its own."""
+    """FCS's: gray or not, brightness, contrast, saturation and hue, each sample its own."""
     seen = ResizedViews(256, SIDE, True, 0.0, MEAN, STD).to(device)("strong", stored.to(device), seeded(device)).cpu()
     draws, images = seeded(device), stored.to(device)
 
@@ -97,18 +97,18 @@ def test_the_strong_view(stored, device):
         return (low + (high - low) * torch.rand(COUNT, generator=draws, device=device)).tolist()
 
     boxes = draw_boxes(images, draws, scale=(0.2, 1.0))
-    grey = [draw < 0.2 for draw in uniform(0, 1)]
+    gray = [draw < 0.2 for draw in uniform(0, 1)]
     brightness, contrast, saturation = uniform(0.6, 1.4), uniform(0.6, 1.4), uniform(0.6, 1.4)
     hue = uniform(-0.4, 0.4)
     mirrored = [draw < 0.5 for draw in uniform(0, 1)]
-    assert 0 < sum(grey) < COUNT
+    assert 0 < sum(gray) < COUNT
     assert 0 < sum(mirrored) < COUNT
     for i in range(COUNT):
         theirs = tv.resized_crop(stored[i].float() / 255, *box_of(boxes, i), [SIDE, SIDE], antialias=True)
-        theirs = tv.rgb_to_grayscale(theirs, 3) if grey[i] else theirs
+        theirs = tv.rgb_to_grayscale(theirs, 3) if gray[i] else theirs
         theirs = tv.adjust_contrast(tv.adjust_brightness(theirs, brightness[i]), contrast[i])
         theirs = tv.adjust_hue(tv.adjust_saturation(theirs, saturation[i]), hue[i])
-        theirs = normalised(tv.horizontal_flip(theirs) if mirrored[i] else theirs)
+        theirs = normalized(tv.horizontal_flip(theirs) if mirrored[i] else theirs)
         assert torch.allclose(seen[i], theirs, atol=5e-3)
 
 
@@ -117,7 +117,7 @@ def test_the_test_views(photographs, stored, device):
     usual = v2.Compose([v2.Resize(256), v2.CenterCrop(SIDE), v2.ToDtype(torch.float32, scale=True)])
     views = ResizedViews(256, SIDE, True, 0.3, MEAN, STD).to(device)
     for i, image in enumerate(photographs):
-        theirs = normalised(usual(image))
+        theirs = normalized(usual(image))
         row = stored[i : i + 1].to(device)
         assert torch.allclose(views("test", row)[0].cpu(), theirs, atol=1e-5)
         assert torch.allclose(views("flipped", row)[0].cpu(), tv.horizontal_flip(theirs), atol=1e-5)
@@ -137,4 +137,4 @@ def test_padded_crops(stored, device):
         theirs = tv.crop(tv.pad(small[i], [8]), top[i], left[i], 64, 64)
         theirs = tv.horizontal_flip(theirs) if mirrored[i] else theirs
         theirs = tv.adjust_brightness(theirs.float() / 255, float(factors[i]))
-        assert torch.allclose(seen[i], normalised(theirs), atol=1e-5)
+        assert torch.allclose(seen[i], normalized(theirs), atol=1e-5)

@@ -39,7 +39,7 @@ def test_fitted_is_what_torchvision_does(height: int, width: int) -> None:
     assert np.abs(found[0].permute(1, 2, 0).numpy().astype(int) - np.asarray(by_pillow).astype(int)).max() <= 1
 
 
-def test_grey_images_get_three_channels() -> None:
+def test_gray_images_get_three_channels() -> None:
     found = fitted(pictures(8, 8, 1), 16)
     assert found.shape == (2, 3, 16, 16)
     assert torch.equal(found[:, 0], found[:, 2])
@@ -85,8 +85,8 @@ def root(tmp_path: Path) -> Path:
             for shade in range(each):
                 number += 1
                 lines.append(f"{number} {variant}\n")
-                colour = (80 * label, 20 * shade, 100)
-                Image.new("RGB", (30 + shade, 20), colour).save(data / "images" / f"{number}.jpg")
+                color = (80 * label, 20 * shade, 100)
+                Image.new("RGB", (30 + shade, 20), color).save(data / "images" / f"{number}.jpg")
         (data / f"images_variant_{split}.txt").write_text("".join(lines))
     return tmp_path
 

@@ -42,11 +42,11 @@ def greedy_one_class(features: np.ndarray, m: int) -> list[int]:
 
 
 def uneven_classes(seed: int, d: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three classes of 7, 12 and 30 rows, shuffled together, each about a centre of its own."""
+    """Three classes of 7, 12 and 30 rows, shuffled together, each about a center of its own."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.tensor([0] * 7 + [1] * 12 + [2] * 30)[torch.randperm(49, generator=generator)]
-    centres = torch.randn(3, d, generator=generator)
-    return centres[labels] + 0.7 * torch.randn(49, d, generator=generator), labels
+    centers = torch.randn(3, d, generator=generator)
+    return centers[labels] + 0.7 * torch.randn(49, d, generator=generator), labels
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 64])
@@ -156,24 +156,24 @@ def test_class_means():
         class_means(features, labels, 4)
 
 
-def lloyd(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+def lloyd(points: np.ndarray, centers: np.ndarray) -> np.ndarray:
     for _ in range(100):
-        near = ((points[:, None] - centres[None]) ** 2).sum(2).argmin(1)
-        centres = np.stack([points[near == j].mean(0) if (near == j).any() else c for j, c in enumerate(centres)])
-    return centres
+        near = ((points[:, None] - centers[None]) ** 2).sum(2).argmin(1)
+        centers = np.stack([points[near == j].mean(0) if (near == j).any() else c for j, c in enumerate(centers)])
+    return centers
 
 
-def inertia(points: np.ndarray, centres: np.ndarray) -> float:
-    return float(((points[:, None] - centres[None]) ** 2).sum(2).min(1).sum())
+def inertia(points: np.ndarray, centers: np.ndarray) -> float:
+    return float(((points[:, None] - centers[None]) ** 2).sum(2).min(1).sum())
 
 
 def test_kmeans_finds_clusters_that_are_there():
     generator = torch.Generator().manual_seed(0)
     truth = 10 * torch.randn(3, 4, 6, generator=generator)
     points = (truth[:, :, None] + 0.01 * torch.randn(3, 4, 15, 6, generator=generator)).flatten(1, 2)
-    centres = kmeans(points, 4, generator)
+    centers = kmeans(points, 4, generator)
     expected = points.view(3, 4, 15, 6).mean(2)
-    distance = torch.cdist(centres, expected)
+    distance = torch.cdist(centers, expected)
     assert distance.amin(2).max() < 1e-4
     assert (distance.argmin(2).sort(1).values == torch.arange(4)).all()
 
@@ -182,15 +182,15 @@ def test_kmeans_ends_in_a_fixed_point_as_good_as_sklearns():
     from sklearn.cluster import KMeans
 
     points = torch.randn(2, 60, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    centres = kmeans(points, 5, torch.Generator().manual_seed(2), restarts=100)
-    for x, c in zip(points.numpy(), centres.numpy(), strict=True):
+    centers = kmeans(points, 5, torch.Generator().manual_seed(2), restarts=100)
+    for x, c in zip(points.numpy(), centers.numpy(), strict=True):
         assert np.allclose(lloyd(x, c), c, atol=1e-10)
         theirs = KMeans(5, n_init=20, random_state=0).fit(x)
         assert inertia(x, c) <= theirs.inertia_ * 1.03
 
 
 def test_kmeans_starts_are_drawn_by_squared_distance():
-    """Points 0, 1 and 3 on a line, a pair of centres drawn: the second in proportion to its squared distance."""
+    """Points 0, 1 and 3 on a line, a pair of centers drawn: the second in proportion to its squared distance."""
     points = torch.tensor([[[0.0], [1.0], [3.0]]]).expand(6000, 3, 1)
     starts = kmeans(points, 2, torch.Generator().manual_seed(0), restarts=1, iterations=0)[:, :, 0]
     for first, second, share in ((0, 3, 9 / 10), (1, 3, 4 / 5), (3, 0, 9 / 13)):
@@ -233,9 +233,9 @@ def test_kmeans_ignores_masked_points():
     assert np.isclose(inertia(x, masked[0].numpy()), inertia(x, alone[0].numpy()))
 
 
-def test_kmeans_with_fewer_different_points_than_centres():
+def test_kmeans_with_fewer_different_points_than_centers():
     points = torch.tensor([[[0.0, 0.0], [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]])
-    centres = kmeans(points, 3, torch.Generator().manual_seed(0))[0]
-    assert {tuple(c) for c in centres.tolist()} == {(0.0, 0.0), (3.0, 4.0)}
+    centers = kmeans(points, 3, torch.Generator().manual_seed(0))[0]
+    assert {tuple(c) for c in centers.tolist()} == {(0.0, 0.0), (3.0, 4.0)}
     with pytest.raises(ValueError, match="points in every set"):
         kmeans(points, 2, torch.Generator(), mask=torch.zeros(1, 4, dtype=torch.bool))

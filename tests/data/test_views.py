@@ -81,21 +81,21 @@ def test_channels_last_images_are_cropped_alike():
 
 def test_brightness_factors_are_uniform_and_per_sample():
     b = 63 / 255
-    grey = torch.full((2000, 1, 2, 2), 0.5)
-    factors = v.brightness_jitter(grey, b, seeded())[:, 0, 0, 0] / 0.5
+    gray = torch.full((2000, 1, 2, 2), 0.5)
+    factors = v.brightness_jitter(gray, b, seeded())[:, 0, 0, 0] / 0.5
     assert factors.min() >= 1 - b - 1e-6
     assert factors.max() <= 1 + b + 1e-6
     assert len(factors.unique()) > 1900
     assert abs(factors.mean() - 1) < 4 * (b / math.sqrt(3)) / math.sqrt(2000)
     assert abs(factors.std() - b / math.sqrt(3)) < 0.01
     assert v.brightness_jitter(torch.ones(50, 1, 1, 1), b, seeded()).max() == 1
-    assert v.brightness_jitter(grey, 3.0, seeded()).min() >= 0
+    assert v.brightness_jitter(gray, 3.0, seeded()).min() >= 0
 
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
-def test_colour_adjustments_agree_with_torchvision(name):
+def test_color_adjustments_agree_with_torchvision(name):
     images = torch.rand(40, 3, 5, 4, generator=seeded(1))
-    images[0] = 0.3  # grey: no hue
+    images[0] = 0.3  # gray: no hue
     images[1, 0] = images[1, 1]  # ties of two channels
     images[2, 1] = images[2, 2]
     images[3, 0] = images[3, 2]
@@ -106,18 +106,18 @@ def test_colour_adjustments_agree_with_torchvision(name):
     assert torch.allclose(ours, theirs, atol=2e-5)
 
 
-def test_random_grey_is_per_sample():
+def test_random_gray_is_per_sample():
     images = torch.rand(1000, 3, 2, 2, generator=seeded(1))
-    result = v.random_grey(images, 0.2, seeded())
-    grey = [torch.allclose(y, tv.rgb_to_grayscale(x, 3), atol=1e-6) for x, y in zip(images, result, strict=True)]
+    result = v.random_gray(images, 0.2, seeded())
+    gray = [torch.allclose(y, tv.rgb_to_grayscale(x, 3), atol=1e-6) for x, y in zip(images, result, strict=True)]
     kept = [torch.equal(y, x) for x, y in zip(images, result, strict=True)]
-    assert all(g != k for g, k in zip(grey, kept, strict=True))
-    assert 150 < sum(grey) < 250
+    assert all(g != k for g, k in zip(gray, kept, strict=True))
+    assert 150 < sum(gray) < 250
 
 
-def test_colour_jitter_is_the_four_adjustments_in_the_stated_order():
+def test_color_jitter_is_the_four_adjustments_in_the_stated_order():
     images = torch.rand(6, 3, 4, 4, generator=seeded(1))
-    result = v.colour_jitter(images, 0.4, 0.3, 0.2, 0.1, seeded(9))
+    result = v.color_jitter(images, 0.4, 0.3, 0.2, 0.1, seeded(9))
     generator = seeded(9)
     expected = images
     for name, low, high in (
@@ -131,7 +131,7 @@ def test_colour_jitter_is_the_four_adjustments_in_the_stated_order():
             [getattr(tv, f"adjust_{name}")(x, f.item()) for x, f in zip(expected, factors, strict=True)]
         )
     assert torch.allclose(result, expected, atol=2e-5)
-    one_channel = v.colour_jitter(images[:, :1], 0.4, 0.4, 0.4, 0.4, seeded())
+    one_channel = v.color_jitter(images[:, :1], 0.4, 0.4, 0.4, 0.4, seeded())
     assert one_channel.shape == (6, 1, 4, 4)
 
 
@@ -205,7 +205,7 @@ def test_deterministic_views():
     assert torch.equal(Views(2, False, 0.2, MEAN, STD)("flipped", images), views("test", images))
 
 
-def test_train_view_is_crop_flip_jitter_normalise():
+def test_train_view_is_crop_flip_jitter_normalize():
     images = pictures(32)
     generator = seeded(3)
     expected = v.flip(crop(images, 2, generator), generator).float() / 255
@@ -222,8 +222,8 @@ def test_strong_view_follows_its_recipe():
     images = pictures(16, h=8, w=8)
     generator = seeded(4)
     expected = v.random_resized_crop(images.float() / 255, generator)
-    expected = v.random_grey(expected, 0.2, generator)
-    expected = v.colour_jitter(expected, 0.4, 0.4, 0.4, 0.4, generator)
+    expected = v.random_gray(expected, 0.2, generator)
+    expected = v.color_jitter(expected, 0.4, 0.4, 0.4, 0.4, generator)
     unflipped = expected
     expected = tv.normalize(v.flip(expected, generator), MEAN, STD)
     assert torch.allclose(Views(2, True, 0.2, MEAN, STD)("strong", images, seeded(4)), expected, atol=1e-5)

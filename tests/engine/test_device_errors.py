@@ -19,8 +19,8 @@ from incvec.engine import events as ev
 from incvec.engine import run as run_module
 from incvec.engine.build import Parts
 from incvec.engine.run import Run, finish
-from incvec.engine.scheduler import Failed, turn
-from incvec.errors import ConfigError, DeviceFull, TrainingError
+from incvec.engine.scheduler import Failed, run_concurrently
+from incvec.errors import ConfigError, DeviceMemoryError, TrainingError
 from incvec.methods.podnet import PODNet
 from incvec.nets import kernels
 from incvec.presets import resolve
@@ -66,7 +66,7 @@ def test_neither_compiled_nor_captured(few: Dataset, tmp_path: Path, monkeypatch
     record = events[-1].record  # type: ignore[attr-defined]
     assert record["engine"]["notices"] == told
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "speed_up", lambda *_: iter(()))
+        patch.setattr(run_module, "compile_and_capture", lambda *_: iter(()))
         same_record(record, finish(make_run(few, tmp_path / "plain", quick("podnet", "ivt"))))
 
 
@@ -114,20 +114,20 @@ def test_captured_where_it_cannot_be_compiled(few: Dataset, tmp_path: Path, monk
 
 
 def test_what_means_full() -> None:
-    assert trouble.is_full(torch.OutOfMemoryError("x"))
-    assert trouble.is_full(RuntimeError("CUDA error: out of memory"))
-    assert trouble.is_full(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+    assert trouble.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert trouble.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert trouble.is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert trouble.is_full(caught.value)
+    assert trouble.is_out_of_memory(caught.value)
     with pytest.raises(MemoryError) as numpys:
         np.empty(1 << 60, np.uint8)
-    assert trouble.is_full(numpys.value)
-    assert not trouble.is_full(RuntimeError("out of resource: shared memory"))
-    assert not trouble.is_full(OSError("out of memory"))
+    assert trouble.is_out_of_memory(numpys.value)
+    assert not trouble.is_out_of_memory(RuntimeError("out of resource: shared memory"))
+    assert not trouble.is_out_of_memory(OSError("out of memory"))
     wrapped = RuntimeError("backend='inductor' raised")
     wrapped.__cause__ = torch.OutOfMemoryError("x")
-    assert trouble.is_full(wrapped)
+    assert trouble.is_out_of_memory(wrapped)
 
 
 @pytest.mark.usefixtures("graph_engine")
@@ -146,7 +146,7 @@ def test_a_capture_without_memory(few: Dataset, tmp_path: Path, monkeypatch: pyt
     assert record["engine"]["notices"] == ["stage 'main' could not be compiled and captured: the memory of cpu is full"]
     run = make_run(few, tmp_path / "among", quick("finetune"))
     run.crowded = lambda: True
-    with pytest.raises(DeviceFull, match="memory of cpu is full, in task 1, stage 1 of finetune"):
+    with pytest.raises(DeviceMemoryError, match="memory of cpu is full, in task 1, stage 1 of finetune"):
         finish(run)
 
 
@@ -169,7 +169,7 @@ def test_a_run_gives_way_and_comes_back(few: Dataset, tmp_path: Path, monkeypatc
     done: set[int] = set()
     fail_while(lambda method: method.options.lr == 0.02 and method.task.index == 1 and 1 not in done, monkeypatch)
     resumed = []
-    for number, event in turn(makers(few, tmp_path, [0.02, 0.03]), at_once=2):
+    for number, event in run_concurrently(makers(few, tmp_path, [0.02, 0.03]), at_once=2):
         assert not isinstance(event, Failed)
         if isinstance(event, ev.Finished):
             done.add(number)
@@ -182,11 +182,11 @@ def test_a_run_gives_way_and_comes_back(few: Dataset, tmp_path: Path, monkeypatc
 def test_no_room_even_alone(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one base that never fits: each fails with a message, none tries for ever, and others are not touched."""
     fail_while(lambda method: method.options.lr == 0.02, monkeypatch)
-    events = list(turn(makers(few, tmp_path, [0.02, 0.02, 0.03], tmp_path / "bases"), at_once=2))
+    events = list(run_concurrently(makers(few, tmp_path, [0.02, 0.02, 0.03], tmp_path / "bases"), at_once=2))
     errors = {number: event.error for number, event in events if isinstance(event, Failed)}
     assert set(errors) == {0, 1}
     for error in errors.values():
-        assert isinstance(error, DeviceFull)
+        assert isinstance(error, DeviceMemoryError)
         assert "batch_size" in str(error)
     assert [number for number, event in events if isinstance(event, ev.Finished)] == [2]
 
@@ -198,7 +198,7 @@ def test_a_run_that_cannot_be_made(few: Dataset, tmp_path: Path) -> None:
     def gone() -> Run:
         raise ConfigError("device 'cuda' was asked for")
 
-    events = list(turn([gone, *makers(few, tmp_path, [0.03])], at_once=1))
+    events = list(run_concurrently([gone, *makers(few, tmp_path, [0.03])], at_once=1))
     assert isinstance(events[0][1], Failed)
     assert [number for number, event in events if isinstance(event, ev.Finished)] == [1]
 

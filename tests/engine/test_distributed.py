@@ -2,7 +2,7 @@
 
 The processes are real ones, started by torchrun and talking by gloo on the CPU. They go through all cases in one
 life (`work`), since starting is what takes the time; the tests then look at what each of them left behind. Views
-draw nothing here (no padding, no flip, no jitter), and BatchNorm is synchronised where weights are compared.
+draw nothing here (no padding, no flip, no jitter), and BatchNorm is synchronized where weights are compared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from incvec import atomic_files as files
 from incvec.addons import ADDONS
 from incvec.atomic_files import read_meta
-from incvec.contracts import Optimiser, Stage
+from incvec.contracts import Optimizer, Stage
 from incvec.data import Dataset, load_dataset
 from incvec.engine import events as ev
-from incvec.engine.distributed import Ranks, SyncNorm, is_left, start
+from incvec.engine.distributed import Ranks, SyncNorm, is_peer_failure, start
 from incvec.engine.evaluate import correct_by_class
 from incvec.engine.run import Run, finish
 from incvec.engine.stage import StageLoop
@@ -95,7 +95,7 @@ def break_off(run: Run, task: int, epoch: int) -> None:
             original(self, now, shuffle)
 
         patch.setattr(StageLoop, "prepare", prepare)
-        patch.setattr(Run, "_save_due", lambda self: self.ranks.is_first)
+        patch.setattr(Run, "_save_due", lambda self: self.ranks.is_main)
         with pytest.raises(Broken):
             finish(run)
 
@@ -379,7 +379,7 @@ def test_a_rank_that_was_killed_says_nothing_so_the_first_does(tmp_path: Path) -
 
 
 def test_the_first_rank_speaks_for_all() -> None:
-    stages = [Stage("main", "main", epochs=1, batch_size=33, optimiser=Optimiser("sgd"))]
+    stages = [Stage("main", "main", epochs=1, batch_size=33, optimizer=Optimizer("sgd"))]
     with pytest.raises(ConfigError, match=r"batches of 33, which 2 ranks .*divides by 2"):
         Ranks(0, 2).check(stages)
     Ranks(1, 2).check(stages)
@@ -387,12 +387,12 @@ def test_the_first_rank_speaks_for_all() -> None:
 
 def test_a_closed_connection_is_no_news_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:41001")
-    assert not is_left(closed)  # alone, it is somebody else's connection
+    assert not is_peer_failure(closed)  # alone, it is somebody else's connection
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_left(closed)
-    assert not is_left(RuntimeError("shapes do not match"))
-    assert not is_left(ConfigError("Connection closed by peer"))
+    assert is_peer_failure(closed)
+    assert not is_peer_failure(RuntimeError("shapes do not match"))
+    assert not is_peer_failure(ConfigError("Connection closed by peer"))
 
 
 @pytest.mark.slow
@@ -405,20 +405,20 @@ def test_orders_are_common_and_views_are_not(left: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_agree_where_each_norm_sees_its_own_batch(left: Path) -> None:
-    """Not synchronised: running statistics are averaged as each epoch ends, and everything else is the same."""
+    """Not synchronized: running statistics are averaged as each epoch ends, and everything else is the same."""
     assert told(left, 0)["weights"] == told(left, 1)["weights"]
     config = json.loads((left / "two" / "local" / "record.json").read_text())["config"]
     assert config["sync_batchnorm"] is False
-    synchronised = weights(left / "two" / "podnet+ivt" / "snapshots" / "task-00.safetensors")
+    synchronized = weights(left / "two" / "podnet+ivt" / "snapshots" / "task-00.safetensors")
     local = weights(left / "two" / "local" / "snapshots" / "task-00.safetensors")
     assert not torch.allclose(
-        synchronised["method/model.backbone.stem.norm.running_var"],
+        synchronized["method/model.backbone.stem.norm.running_var"],
         local["method/model.backbone.stem.norm.running_var"],
     )
 
 
 @pytest.mark.slow
-def test_synchronised_norm(left: Path) -> None:
+def test_synchronized_norm(left: Path) -> None:
     """Against torch's own BatchNorm on the whole batch: output, gradients, statistics."""
     whole = norm_case(0, 1)[0]
     y, x_grad, weight_grad, mean, variance = run_norm(nn.BatchNorm2d(3), whole)
@@ -444,7 +444,7 @@ def test_alone_nothing_is_sent() -> None:
     alone.broadcast({"a": tensor})
     alone.average_([tensor])
     alone.wait()
-    assert alone.is_first
+    assert alone.is_main
     assert alone.agree(True)
     assert not alone.any(False)
     assert torch.equal(alone.sum_(tensor), torch.ones(3))

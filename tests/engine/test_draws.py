@@ -39,10 +39,10 @@ def at_stage(run: Run, name: str) -> Iterator[StageLoop]:
     loop = run.loop
     assert loop is not None
     assert (loop.replay is not None) == (run.parts.engine == "graph")
-    assert loop.optimiser is not None
+    assert loop.optimizer is not None
     loop.order.copy_(loop.rows.flip(0)[: len(loop.order)])  # exemplars are the last rows, and some losses draw for them
     loop.rates.zero_()
-    for group in loop.optimiser.param_groups:
+    for group in loop.optimizer.param_groups:
         group["lr"].zero_()
     yield loop
     del events

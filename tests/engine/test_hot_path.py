@@ -22,7 +22,7 @@ TRAINED = [name for name in sorted(METHODS) if find_method(name).trains]
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Watch every step of every stage but the first, which may make buffers; yields the steps by stage. Optimisers have
+    """Watch every step of every stage but the first, which may make buffers; yields the steps by stage. Optimizers have
     a kernel of their own on a CPU, which reads its rate; on a GPU they read none.
     """
     seen: dict[str, int] = {}
@@ -34,15 +34,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         seen[loop.stage.name] = seen.get(loop.stage.name, 0) + 1
         with NoReading() as mode, monkeypatch.context() as patch:
             mode.resting = seen[loop.stage.name] == 1
-            if loop.optimiser is not None:
-                real = loop.optimiser.step
+            if loop.optimizer is not None:
+                real = loop.optimizer.step
 
                 def rest() -> None:
                     before, mode.resting = mode.resting, True
                     real()
                     mode.resting = before
 
-                patch.setattr(loop.optimiser, "step", rest)
+                patch.setattr(loop.optimizer, "step", rest)
             step(loop)
         return None
 

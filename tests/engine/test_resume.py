@@ -50,7 +50,7 @@ def break_after(run: Run, count: int) -> bool:
 def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
     kind = find_method(method)
     if addons and (kind.joint or not kind.trains):
-        pytest.skip("no increment: ivt refuses it")
+        pytest.skip("no increment: ivt incompatibility it")
     given = quick(method, *addons)
     whole = make_run(few, tmp_path / "whole", given)
     record = finish(whole)

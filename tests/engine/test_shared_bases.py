@@ -14,7 +14,7 @@ from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine import run as run_module
 from incvec.engine.run import Run, finish
-from incvec.engine.scheduler import Failed, turn
+from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.engine.sweep import expand, read_sweep
 from incvec.errors import Busy, CheckpointError, ConfigError, TrainingError
 from incvec.methods.podnet import PODNet
@@ -208,7 +208,7 @@ def test_a_folder_is_looked_at_before_the_device_is_filled(
 
 def test_whoever_stops_listening_stops_the_runs(few: Dataset, tmp_path: Path) -> None:
     runs = [make_run(few, tmp_path / str(seed), quick("finetune", seed=seed)) for seed in (0, 1)]
-    events = turn([lambda run=run: run for run in runs], 2)  # type: ignore[misc]
+    events = run_concurrently([lambda run=run: run for run in runs], 2)  # type: ignore[misc]
     seen = set()
     for number, event in events:
         seen.add(number) if isinstance(event, ev.EpochEnded) else None
@@ -227,7 +227,7 @@ def test_many_at_once_as_one_after_another(few: Dataset, tmp_path: Path) -> None
     runs = [make_run(few, tmp_path / str(n), given, bases) for n, given in enumerate(cases)]
     working: set[int] = set()
     most, ended = 0, {}
-    for number, event in turn([lambda run=run: run for run in runs], at_once=2):  # type: ignore[misc]
+    for number, event in run_concurrently([lambda run=run: run for run in runs], at_once=2):  # type: ignore[misc]
         if isinstance(event, ev.EpochEnded):
             working.add(number)
             most = max(most, len(working))
@@ -243,12 +243,12 @@ def test_two_processes_share_the_runs_of_one_base(few: Dataset, tmp_path: Path) 
     """The first has begun them all, and all but one wait for the base: they are free for the second to take."""
     cases = [quick("podnet", *addons, oracle=oracle) for oracle in (False, True) for addons in ((), ("ivt",))]
     make = [partial(make_run, few, tmp_path / str(n), given, tmp_path / "bases") for n, given in enumerate(cases)]
-    first = turn(make, 2)
+    first = run_concurrently(make, 2)
     begun: set[int] = set()
     while len(begun) < len(cases):
         number, event = next(first)
         begun.add(number) if isinstance(event, ev.Started) else None
-    processes = {"first": first, "second": turn(make, 2)}
+    processes = {"first": first, "second": run_concurrently(make, 2)}
     did: dict[str, set[int]] = {"first": set(), "second": set()}
     while processes:
         for name, events in list(processes.items()):
@@ -299,7 +299,7 @@ def test_a_run_of_another_process_is_asked_for_once_more(few: Dataset, tmp_path:
     other = make[0]().events()
     next(other)
     ended = []
-    for number, event in turn(make, 2):
+    for number, event in run_concurrently(make, 2):
         assert not isinstance(event, Failed)
         if isinstance(event, ev.Finished):
             other.close()
@@ -320,7 +320,7 @@ def test_one_failure_does_not_stop_the_others(few: Dataset, tmp_path: Path, monk
         make_run(few, tmp_path / "bad", quick("podnet", podnet={"lr": 0.01})),
         make_run(few, tmp_path / "good", quick("podnet")),
     ]
-    events = list(turn([lambda run=run: run for run in runs], at_once=2))  # type: ignore[misc]
+    events = list(run_concurrently([lambda run=run: run for run in runs], at_once=2))  # type: ignore[misc]
     assert [n for n, event in events if isinstance(event, Failed)] == [0]
     assert [n for n, event in events if isinstance(event, ev.Finished)] == [1]
 

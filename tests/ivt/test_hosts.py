@@ -108,7 +108,7 @@ def test_the_plugin_imports_torch_and_nothing_else_of_the_package():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("structure", ["diagonal", "kernel"])
-def test_a_captured_step_accumulates_without_synchronising(structure):
+def test_a_captured_step_accumulates_without_synchronizing(structure):
     def run(captured: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)).cuda()

@@ -75,7 +75,7 @@ def by_the_book(tasks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def task(index: int) -> ReferenceTask:
-        def initialise(theta):
+        def initialize(theta):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(theta[name])
@@ -90,7 +90,7 @@ def by_the_book(tasks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
         def update(theta, g):
             return {name: theta[name] - LEARNING_RATE * g[name] for name in theta}
 
-        return ReferenceTask(initialise, batches(index), gradient, update)
+        return ReferenceTask(initialize, batches(index), gradient, update)
 
     return increment_vector_transformation(start, [task(index) for index in range(tasks)], INTERVAL)
 

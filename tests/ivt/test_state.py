@@ -68,17 +68,17 @@ def test_the_keys_are_flat_and_say_what_they_hold():
     ivt.accumulate()
     state = ivt.state_dict()
     assert set(state) == {
-        "anchor/weight", "anchor/bias", "fisher/weight", "steps", "task", "epoch", "in_task", "epoch_finalised"
+        "anchor/weight", "anchor/bias", "fisher/weight", "steps", "task", "epoch", "in_task", "epoch_finalized"
     }  # fmt: skip
     assert all(value.is_contiguous() for value in state.values())
     counters = {key: (value.dtype, value.item()) for key, value in state.items() if value.dim() == 0}
     assert counters == {
         "task": (torch.int64, 1), "epoch": (torch.int64, 0),
-        "in_task": (torch.int64, 1), "epoch_finalised": (torch.int64, 0),
+        "in_task": (torch.int64, 1), "epoch_finalized": (torch.int64, 0),
     }  # fmt: skip
     ivt.end_epoch()
     ivt.end_task()
-    assert set(ivt.state_dict()) == {"cumulative/weight", "steps", "task", "epoch", "in_task", "epoch_finalised"}
+    assert set(ivt.state_dict()) == {"cumulative/weight", "steps", "task", "epoch", "in_task", "epoch_finalized"}
 
 
 def test_channels_last_states_are_saved_contiguous_and_come_back():

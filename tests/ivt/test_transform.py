@@ -93,7 +93,7 @@ def spectrum(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def test_proposition_1_is_exact_on_diagonal_quadratics():
-    """L_1 = |theta - theta_1|_{H_1}/2, L_2 = |theta - c|_{H_2}/2: the transformed theta_2 minimises eq. 9."""
+    """L_1 = |theta - theta_1|_{H_1}/2, L_2 = |theta - c|_{H_2}/2: the transformed theta_2 minimizes eq. 9."""
     generator = torch.Generator().manual_seed(0)
     h1, h2 = spectrum(generator, 7), spectrum(generator, 7)
     theta_1, c = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))

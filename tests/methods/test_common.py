@@ -59,9 +59,9 @@ def test_large_images_have_a_network_and_a_length_of_their_own(method: str, data
     own = resolve({"method": method, "dataset": dataset}).sections[method]
     relu = "-lucir" if method in ("geodl", "mnemonics") else ""  # none after the last block
     assert own["net"] == ("resnet18-64" if dataset == "tiny-imagenet-100" else "resnet18") + relu
-    assert (own["epochs"], own["milestones"], own["optimiser"], own["lr"]) == (90, [30, 60], "sgd", 0.1)
+    assert (own["epochs"], own["milestones"], own["optimizer"], own["lr"]) == (90, [30, 60], "sgd", 0.1)
     assert (own["weight_decay"], own["batch_size"], own["memory"]) == (1e-4, 128, 20)
-    assert (own["normalisation"], own["brightness"]) == ("default", 0.0)
+    assert (own["normalization"], own["brightness"]) == ("default", 0.0)
     if relu:
         assert own["lambda_base"] == 10
 

@@ -244,7 +244,7 @@ def test_one_class_at_a_time(few: Dataset, tmp_path: Path) -> None:
 def test_presets() -> None:
     assert preset("fcs", "cifar100") == {"batch_size": 64}  # the authors'; the paper's 128 is two points worse
     o = resolve({"method": "fcs", "dataset": "cifar100"}).options("fcs", FCS.Options)
-    assert (o.net, o.optimiser, o.lr, o.weight_decay) == ("resnet32-pycil", "adam", 1e-3, 2e-4)
+    assert (o.net, o.optimizer, o.lr, o.weight_decay) == ("resnet32-pycil", "adam", 1e-3, 2e-4)
     assert (o.epochs, o.milestones, o.batch_size, o.radius) == (100, (45, 90), 64, "all")
     assert resolve({"method": "fcs", "dataset": "imagenet-subset"}).sections["fcs"]["batch_size"] == 128
     assert (o.lambda_contrast, o.contrast_temperature, o.lambda_transfer) == (0.1, 0.07, 1.0)

@@ -81,7 +81,7 @@ def test_the_loss_of_a_batch_has_one_caption_an_image(oracle: bool, few: Dataset
     names = [method.world.class_names[label] for label in batch.labels.tolist()]
     words = ("zero", "one", "two", "three", "four", "five")
     dual = method.model.dual
-    captions = dual.encode_texts(dual.tokenise([f"a photo of {words[int(name)]}" for name in names]))
+    captions = dual.encode_texts(dual.tokenize([f"a photo of {words[int(name)]}" for name in names]))
     similarities = dual.logit_scale.exp() * encode_images(dual, batch.images) @ captions.T
     count = len(names)
     rows_of: list[list[float]] = similarities.tolist()
@@ -118,7 +118,7 @@ def test_the_classifier_is_made_of_the_text_tower_as_it_stands(few: Dataset, tmp
     dual, found = method.model.dual, method.store["classes"]
     for row, name in zip(found, method.world.class_names, strict=True):
         both = [f"a photo of {article} {words[name]}, a type of aircraft." for article in ("a", "the")]
-        mean = dual.encode_texts(dual.tokenise(both)).mean(0)
+        mean = dual.encode_texts(dual.tokenize(both)).mean(0)
         torch.testing.assert_close(row, mean / mean.norm())
     images = some_batch(method).images
     scores = method(images)
@@ -204,7 +204,7 @@ def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
     config = resolve({"method": "flyp", "addons": ["ivt"], "dataset": "cifar100"})
     assert (config.base_classes, config.tasks) == (0, 10)
     own = config.sections["flyp"]
-    assert (own["optimiser"], own["lr"], own["epochs"], own["batch_size"]) == ("adam", 5e-6, 10, 64)
+    assert (own["optimizer"], own["lr"], own["epochs"], own["batch_size"]) == ("adam", 5e-6, 10, 64)
     assert (own["weight_decay"], own["schedule"], own["tag"]) == (0, "constant", "openai")
     assert config.sections["ivt"]["interval"] == 3
     for dataset in DATASETS:
@@ -237,7 +237,7 @@ def test_the_schedule_of_spus_code() -> None:
 
 @pytest.mark.parametrize(("method", "cycle"), [("flyp", 9), ("spu", 9), ("slca", 3)])
 def test_a_run_with_the_schedule_of_spus_code(method: str, cycle: int, few: Dataset, tmp_path: Path) -> None:
-    """Three tasks of three epochs: the optimiser's rates are those of the formula."""
+    """Three tasks of three epochs: the optimizer's rates are those of the formula."""
     options: dict[str, Any] = {"epochs": 3, "schedule": "spu_cosine", "lr": 0.01}
     if method == "slca":
         options |= {"align_schedule": "spu_cosine", "align_epochs": 3, "align_lr": 0.02}
@@ -247,8 +247,8 @@ def test_a_run_with_the_schedule_of_spus_code(method: str, cycle: int, few: Data
 
     def noting(self: StageLoop, *given: Any) -> None:
         prepare(self, *given)
-        if self.optimiser is not None:
-            rates[self.stage.name].append(float(self.optimiser.param_groups[0]["lr"]))
+        if self.optimizer is not None:
+            rates[self.stage.name].append(float(self.optimizer.param_groups[0]["lr"]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StageLoop, "prepare", noting)
@@ -304,7 +304,7 @@ def test_spu_scores_are_summed_gradients(few: Dataset, tmp_path: Path) -> None:
     score, main = method.stages(method.task)
     rows = method.begin_stage(method.task, score)
     assert len(rows) == 20  # a quarter of two classes of 40
-    assert (score.optimiser, score.role, main.role) == (None, "measure", "main")
+    assert (score.optimizer, score.role, main.role) == (None, "measure", "main")
     batches = [method.world.train.fetch(part, None, ("test",)) for part in rows.split(10)]
     named = {name: p for name, p in method.named_parameters() if any(group.owns(name) for group in score.groups)}
     total: dict[str, Tensor] = {}

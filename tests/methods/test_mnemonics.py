@@ -231,7 +231,7 @@ def test_the_network_rests_while_the_exemplars_are_trained(
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_gradients_lie_as_the_exemplars_do(channels: int) -> None:
-    """Fused optimisers walk parameter and gradient alike, but a network may work in another memory format."""
+    """Fused optimizers walk parameter and gradient alike, but a network may work in another memory format."""
     views = Views(0, False, 0.0, [0.5] * channels, [0.5] * channels)
     source = ImageSource(torch.zeros(4, channels, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1]), views)
     task = Task(0, 0, 2, 1)

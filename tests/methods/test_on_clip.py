@@ -16,7 +16,7 @@ from tests.nets.test_dual import letters, tiny_clip
 
 
 class Letters:
-    """In the tokeniser's place: the end of a sentence, where the class is named."""
+    """In the tokenizer's place: the end of a sentence, where the class is named."""
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, Tensor]:
         return {"input_ids": letters([text.rstrip(".")[-8:] for text in texts])}
@@ -30,15 +30,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def colours() -> Dataset:
-    """Four classes of noisy images of 8 pixels, each around a colour of its own."""
+def colors() -> Dataset:
+    """Four classes of noisy images of 8 pixels, each around a color of its own."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(4).repeat_interleave(24)
-    centres = torch.tensor([[200, 40, 40], [40, 200, 40], [40, 40, 200], [180, 180, 40]])[labels][:, :, None, None]
-    images = (centres + torch.randint(-40, 40, (96, 3, 8, 8), generator=generator)).to(torch.uint8)
+    centers = torch.tensor([[200, 40, 40], [40, 200, 40], [40, 40, 200], [180, 180, 40]])[labels][:, :, None, None]
+    images = (centers + torch.randint(-40, 40, (96, 3, 8, 8), generator=generator)).to(torch.uint8)
     norms = {"default": ((0.5,) * 3, (0.25,) * 3)}
     names = ("red", "green", "blue", "yellow")
-    return Dataset("colours", images, labels, images[::6], labels[::6], names, 4, False, "colours", norms)
+    return Dataset("colors", images, labels, images[::6], labels[::6], names, 4, False, "colors", norms)
 
 
 @pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
@@ -46,7 +46,7 @@ def colours() -> Dataset:
 def test_two_tasks(
     method: str,
     addons: tuple[str, ...],
-    colours: Dataset,
+    colors: Dataset,
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -54,7 +54,7 @@ def test_two_tasks(
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_: Letters())
     own = {"net": "clip", "weights": str(folder), "tag": "mine", "lr": 1e-3, "epochs": 3}
-    run = make_run(colours, tmp_path, quick(method, *addons, dataset="cifar100", base_classes=0, **{method: own}))
+    run = make_run(colors, tmp_path, quick(method, *addons, dataset="cifar100", base_classes=0, **{method: own}))
     record = finish(run)
     assert [len(row) for row in record["accuracy"]] == [1, 2]
     assert record["config"][method]["tag"] == "mine"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from incvec.contracts import Optimiser
+from incvec.contracts import Optimizer
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import finish
@@ -67,7 +67,7 @@ def test_flat() -> None:
 
 
 def test_spatial() -> None:
-    """Squares first, then sums over the width and over the height, each sample's vector normalised."""
+    """Squares first, then sums over the width and over the height, each sample's vector normalized."""
     new = (draw(2, 3, 4, 4).float(), draw(2, 5, 2, 2, seed=1).float())
     old = (draw(2, 3, 4, 4, seed=2).float(), draw(2, 5, 2, 2, seed=3).float())
     total = 0.0
@@ -131,7 +131,7 @@ def test_presets() -> None:
     assert preset("podnet", "cifar100") == {}
     o = resolve({"method": "podnet", "dataset": "cifar100"}).options("podnet", PODNet.Options)
     assert (o.lambda_spatial, o.lambda_flat, o.proxies, o.margin, o.nca, o.clamp) == (3.0, 1.0, 10, 0.6, "coded", 5.0)
-    assert (o.net, o.optimiser, o.lr, o.momentum, o.weight_decay) == ("resnet32-rebuffi", "sgd", 0.1, 0.9, 5e-4)
+    assert (o.net, o.optimizer, o.lr, o.momentum, o.weight_decay) == ("resnet32-rebuffi", "sgd", 0.1, 0.9, 5e-4)
     assert (o.schedule, o.epochs, o.batch_size, o.memory) == ("cosine", 160, 128, 20)
     assert (o.balance_epochs, o.balance_lr) == (20, 0.05)
     for dataset, decay in {"imagenet-subset": 5e-4, "imagenet": 1e-4, "tiny-imagenet-100": 5e-4}.items():
@@ -141,7 +141,7 @@ def test_presets() -> None:
 
 
 def test_the_balanced_stage(few: Dataset, tmp_path: Path) -> None:
-    """A constant rate of its own, the main stage's decay and optimiser, BatchNorm in train mode."""
+    """A constant rate of its own, the main stage's decay and optimizer, BatchNorm in train mode."""
     given = {"balance_lr": 0.03, "weight_decay": 0.007, "balance_epochs": 4, "lr": 0.2, "momentum": 0.8}
     method = in_task(PODNet, few, tmp_path, 0, podnet=given)
     main, balance = method.stages(method.world.tasks[1])
@@ -150,7 +150,7 @@ def test_the_balanced_stage(few: Dataset, tmp_path: Path) -> None:
     assert (group.lr, group.weight_decay) == (0.03, 0.007)
     assert balance.schedule.factors(4, 2).tolist() == [1.0] * 8
     assert (balance.role, balance.epochs, balance.batch_size) == ("balance", 4, 32)
-    assert balance.optimiser == main.optimiser == Optimiser("sgd", momentum=0.8)
+    assert balance.optimizer == main.optimizer == Optimizer("sgd", momentum=0.8)
     assert (balance.batchnorm, balance.views) == ("train", ("train",))
 
 
@@ -217,7 +217,7 @@ def test_imprinted_proxies_have_the_old_ones_mean_norm(few: Dataset, tmp_path: P
     method.begin_task(task)
     old, new = method.model.head[0].weight, method.model.head[1].weight
     assert new.shape == (2 * 2, old.shape[1])
-    # k-means centres of unit vectors lie inside the unit ball: norms are at most the old mean, and near it
+    # k-means centers of unit vectors lie inside the unit ball: norms are at most the old mean, and near it
     ratio = new.norm(dim=1) / old.norm(dim=1).mean()
     assert bool((ratio <= 1 + 1e-5).all())
     assert bool((ratio > 0.3).all())

@@ -68,7 +68,7 @@ def test_the_statistics_carry_no_gradient_and_are_not_trained(few: Dataset, tmp_
 def test_presets() -> None:
     assert preset("pass", "cifar100") == {}
     o = resolve({"method": "pass", "dataset": "cifar100"}).options("pass", PASS.Options)
-    assert (o.net, o.optimiser, o.lr, o.weight_decay) == ("resnet32-pycil", "adam", 1e-3, 2e-4)
+    assert (o.net, o.optimizer, o.lr, o.weight_decay) == ("resnet32-pycil", "adam", 1e-3, 2e-4)
     assert (o.epochs, o.milestones, o.batch_size, o.radius) == (100, (45, 90), 128, "base")
     authors = preset("pass", "cifar100", "authors")
     assert (authors["net"], authors["epochs"], authors["batch_size"]) == ("resnet18-cifar", 101, 64)

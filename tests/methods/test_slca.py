@@ -1,4 +1,4 @@
-"""SLCA: Gaussians, scales and normalised logits restated; the alignment stage in both forms."""
+"""SLCA: Gaussians, scales and normalized logits restated; the alignment stage in both forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from incvec.data.gaussians import FeatureSource, GaussianSource, class_gaussians
 from incvec.data.stream import split
 from incvec.engine import events as ev
 from incvec.engine.run import finish
-from incvec.methods.slca import SLCA, NormalHead, mean_scales, normalised
+from incvec.methods.slca import SLCA, NormalHead, mean_scales, normalized
 from tests.conftest import make_run, quick, weights
 from tests.methods.endings import cross_entropy, finished
 
@@ -77,9 +77,9 @@ def test_scales_of_the_means() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_normalised_logits(own: bool) -> None:
+def test_normalized_logits(own: bool) -> None:
     logits = [[3.0, 4.0, 1.0], [0.0, 2.0, -6.0]]
-    found = normalised(torch.tensor(logits), [0, 2, 3], 0.1, own)
+    found = normalized(torch.tensor(logits), [0, 2, 3], 0.1, own)
     for given, row in zip(logits, found.tolist(), strict=True):
         norms = (math.hypot(given[0], given[1]), abs(given[2]))
         if own:
@@ -109,7 +109,7 @@ def test_the_alignment_loss_of_two_towers(compat: str, few: Dataset, tmp_path: P
     words = ("zero", "one", "two", "three", "four", "five")
     names = [f"a photo of {words[int(name)]}" for name in method.world.class_names]
     dual = method.model.dual
-    texts = dual.text_tower(dual.tokenise(names)) @ dual.text_projection.weight.T  # type: ignore[operator]
+    texts = dual.text_tower(dual.tokenize(names)) @ dual.text_projection.weight.T  # type: ignore[operator]
     images = features @ dual.image_projection.weight.T  # type: ignore[operator]
     logits = []
     for image in images.detach():
@@ -132,7 +132,7 @@ def test_classes_to_come_have_a_column_of_zeros_as_in_spu(few: Dataset, tmp_path
     features, labels = torch.randn(3, 8, generator=seeded()), torch.tensor([3, 0, 2])
     found = method.alignment(Batch((features,), labels, labels))["align"]
     dual = method.model.dual
-    logits = normalised(
+    logits = normalized(
         dual.similarities(method.model.unit(features), dual.embed_texts(method.store["sentences"])),
         [0, 2, 4],
         0.1,
@@ -167,7 +167,7 @@ def test_the_alignment_uses_the_first_batch_of_an_epoch_as_in_spu(
             sentences, heat = method.store["sentences"].clone(), dual.logit_scale.detach().exp()
             drawn.clear()
     assert len(drawn) == epochs * classes
-    optimiser = torch.optim.Adam([image, text], lr=0.01)
+    optimizer = torch.optim.Adam([image, text], lr=0.01)
     for epoch in range(epochs):
         of_epoch = drawn[epoch * classes : (epoch + 1) * classes]
         inputs, targets = torch.cat([batch.images for batch in of_epoch]), torch.cat([b.labels for b in of_epoch])
@@ -176,9 +176,9 @@ def test_the_alignment_uses_the_first_batch_of_an_epoch_as_in_spu(
             assert len(inputs) == (size if step == 0 else 0)
             logits = heat * F.normalize(inputs @ image.T, dim=1) @ (sentences @ text.T).T
             norms = logits.view(-1, 3, 2).norm(dim=2, keepdim=True).expand(-1, 3, 2).reshape(-1, classes)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(logits / (norms + 1e-7) / 0.1, targets).backward()
-            optimiser.step()
+            optimizer.step()
     torch.testing.assert_close(found, (image.detach(), text.detach()), rtol=1e-3, atol=1e-5)
     assert not [name for name in weights(run.snapshot_path(2)) if "align_steps" in name]
 
@@ -237,7 +237,7 @@ def test_the_original_forms_losses(few: Dataset, tmp_path: Path) -> None:
     assert method.loss(batch)["ce"].item() == pytest.approx(wanted, rel=1e-4)
     features, labels = torch.randn(3, 8, generator=seeded()), torch.tensor([5, 0, 2])
     head: Any = method.model.get_submodule("head")
-    rows = normalised(features @ head.weight.T + head.bias, [0, 2, 4, 6], 0.1).tolist()
+    rows = normalized(features @ head.weight.T + head.bias, [0, 2, 4, 6], 0.1).tolist()
     found = method.alignment(Batch((features,), labels, labels))["align"].item()
     assert found == pytest.approx(cross_entropy(rows, labels.tolist()), rel=1e-3)
 

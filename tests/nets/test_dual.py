@@ -41,7 +41,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def letters(texts: Sequence[str]) -> Tensor:
-    """A tokeniser for tiny CLIPs: start, a number a letter, end, and the end again as padding."""
+    """A tokenizer for tiny CLIPs: start, a number a letter, end, and the end again as padding."""
     rows = [[WORDS - 2, *(ord(letter) % (WORDS - 2) for letter in text[:8]), WORDS - 1] for text in texts]
     longest = max(map(len, rows))
     return torch.tensor([row + [WORDS - 1] * (longest - len(row)) for row in rows])
@@ -75,8 +75,8 @@ def test_a_random_model_is_drawn_from_its_generator_alone() -> None:
 
 def test_padding_says_nothing() -> None:
     dual = random_dual("tiny", 1, seeded())
-    alone = dual.encode_texts(dual.tokenise(["one"]))
-    beside = dual.encode_texts(dual.tokenise(["one", "a much longer sentence"]))
+    alone = dual.encode_texts(dual.tokenize(["one"]))
+    beside = dual.encode_texts(dual.tokenize(["one", "a much longer sentence"]))
     torch.testing.assert_close(alone[0], beside[0])
     assert not torch.allclose(beside[0], beside[1])
 
@@ -92,7 +92,7 @@ def test_logits_are_scaled_cosines_over_the_classes_seen() -> None:
     assert logits.shape == (4, 2)
     model.requires_grad_(False)
     x = features @ dual.image_projection.weight.T  # type: ignore[operator]
-    t = dual.text_tower(dual.tokenise(["zero", "one", "two"])[:2]) @ dual.text_projection.weight.T  # type: ignore[operator]
+    t = dual.text_tower(dual.tokenize(["zero", "one", "two"])[:2]) @ dual.text_projection.weight.T  # type: ignore[operator]
     for i in range(4):
         for c in range(2):
             cosine = float(x[i] @ t[c]) / math.sqrt(float(x[i] @ x[i]) * float(t[c] @ t[c]))
@@ -121,7 +121,7 @@ def test_projections_and_cosines_stay_in_float32_under_mixed_precision() -> None
 def test_class_vectors_are_means_over_the_templates() -> None:
     dual = random_dual("tiny", 1, seeded())
     found = class_vectors(dual, [["a cat", "a dog"], ["the cat", "the dog"], ["x", "y"]], torch.device("cpu"), chunk=4)
-    rows = [dual.encode_texts(dual.tokenise([text]))[0] for text in ("a dog", "the dog", "y")]
+    rows = [dual.encode_texts(dual.tokenize([text]))[0] for text in ("a dog", "the dog", "y")]
     total = rows[0] + rows[1] + rows[2]
     torch.testing.assert_close(found[1], total / total.norm())
     assert found.shape == (2, 16)
@@ -392,12 +392,12 @@ def test_the_small_pair_knows_what_words_mean() -> None:
     pytest.importorskip("transformers")
     dual = build_dual("lite0-minilm", None, None, 3, seeded()).eval()
     names = ["a photo of a cat", "a photo of a tabby", "a photo of a truck"]
-    cat, tabby, truck = dual.encode_texts(dual.tokenise(names)).detach()
+    cat, tabby, truck = dual.encode_texts(dual.tokenize(names)).detach()
     assert cat @ tabby > 0.3 > cat @ truck
     assert sum(p.numel() for p in dual.parameters()) == 26_575_361
     with torch.no_grad():
-        grey = TwoTower(dual, names).unit(dual.image_tower(torch.zeros(1, 3, 224, 224)))
-    assert grey.norm().item() == pytest.approx(1, abs=1e-5)
+        gray = TwoTower(dual, names).unit(dual.image_tower(torch.zeros(1, 3, 224, 224)))
+    assert gray.norm().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_the_small_pair_takes_images_of_any_side() -> None:
@@ -417,12 +417,12 @@ def small_pair() -> Dual:
     images = timm.create_model("tf_efficientnet_lite0", pretrained=False, num_classes=0)
     texts = lite.SentenceTower(transformers.BertModel(config, add_pooling_layer=False), 16)
 
-    def tokenise(sentences: Sequence[str]) -> Tensor:
+    def tokenize(sentences: Sequence[str]) -> Tensor:
         longest = max(map(len, sentences))
         return torch.tensor([[1 + ord(c) % 50 for c in text] + [0] * (longest - len(text)) for text in sentences])
 
     projections = lite.CentredProjection(torch.randn(10, 1280)), nn.Linear(16, 10, bias=False)
-    return Dual(images, texts, *projections, nn.Parameter(torch.tensor(1.0)), tokenise, (1280, 10), lite.FIRST_LAYERS)
+    return Dual(images, texts, *projections, nn.Parameter(torch.tensor(1.0)), tokenize, (1280, 10), lite.FIRST_LAYERS)
 
 
 @pytest.mark.parametrize("pair", [small_pair, lambda: clips.from_transformers(tiny_clip(), letters)])
@@ -444,6 +444,6 @@ def test_a_step_waits_for_nothing(pair: Callable[[], Dual]) -> None:
 
 def test_padding_says_nothing_to_the_sentence_tower() -> None:
     dual = small_pair().eval()
-    alone = dual.encode_texts(dual.tokenise(["one"]))
-    beside = dual.encode_texts(dual.tokenise(["one", "a longer one"]))
+    alone = dual.encode_texts(dual.tokenize(["one"]))
+    beside = dual.encode_texts(dual.tokenize(["one", "a longer one"]))
     torch.testing.assert_close(alone[0], beside[0])

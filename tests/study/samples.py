@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from incvec.metrics import summarise
+from incvec.metrics import summarize
 from incvec.presets import resolve
 
 COUNTS = {5: [5000, *[1000] * 5], 10: [5000, *[500] * 10], 25: [5000, *[200] * 25]}
@@ -37,7 +37,7 @@ def sample(
     return {
         "format": 1, "method": method, "addons": list(addons), "dataset": "cifar100", "tasks": tasks,
         "oracle": config.oracle, "seed": seed, "order_seed": config.order_seed, "accuracy": accuracy,
-        "test_counts": counts, "metrics": dict(summarise(accuracy, counts)), "config": config.resolved(),
+        "test_counts": counts, "metrics": dict(summarize(accuracy, counts)), "config": config.resolved(),
         "seconds": 300.0 + seed, "task_seconds": [90.0, *[40.0 + len(addons) + seed] * (len(accuracy) - 1)],
         "engine": {"kind": "graph", "precision": "bf16", "notices": []},
         "environment": {"device": "a card", "versions": {"torch": "2.11.0", "python": "3.12"}, "commit": "abc123"},

@@ -1,4 +1,4 @@
-"""A report says what the records say, and refuses records that contradict themselves."""
+"""A report says what the records say, and incompatibility records that contradict themselves."""
 
 from __future__ import annotations
 
@@ -555,19 +555,19 @@ def test_a_folder_with_brackets_is_told_as_it_is(tmp_path: Path) -> None:
 # Looks ------------------------------------------------------------------------------------------------------------
 
 
-def test_colours_stand_out_from_a_dark_ground() -> None:
-    for colour in style.palette():
-        ratio = style.contrast(style.channels(style.dark(colour)), style.channels(style.DARK_GROUND))
+def test_colors_stand_out_from_a_dark_ground() -> None:
+    for color in style.palette():
+        ratio = style.contrast(style.channels(style.dark(color)), style.channels(style.DARK_GROUND))
         assert ratio >= style.CONTRAST
     assert style.contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
     assert style.dark("#FFFFFF") == "#FFFFFF"
 
 
-def test_a_panel_never_tells_two_runs_apart_by_colour_alone() -> None:
+def test_a_panel_never_tells_two_runs_apart_by_color_alone() -> None:
     names = ["podnet", "podnet + ivt", "podnet + eopc", "podnet oracle", "joint"]
     looks = [(charts.look(name)["marker"], charts.look(name)["hollow"]) for name in names]
     assert len(set(looks)) == len(names)
-    assert len({charts.look(name)["colour"] for name in names}) == len(names)
+    assert len({charts.look(name)["color"] for name in names}) == len(names)
 
 
 def test_the_committed_records_make_a_report() -> None:

@@ -1,7 +1,7 @@
 """BatchNorm as the affine map it is, for add-ons that move weights.
 
 On its running statistics a layer does y = slope x + offset to each channel, slope = weight / sqrt(var + eps) and
-offset = bias - slope mean. In training it normalises by each batch instead, so a network that now sees other images
+offset = bias - slope mean. In training it normalizes by each batch instead, so a network that now sees other images
 (new classes alone, say) does something else with the same weights, and much of what it learns makes up for that. To
 take a layer back towards an old one is to take the map back, not the weight and the bias. The map of a network in
 training is that by the batches' statistics (running ones lag behind the weights), and for it to train on from where it
@@ -62,13 +62,13 @@ class Folded:
 
     Made, it has put the product in the weight's place, and has the anchor's product. `part` puts filters in its place
     again, as long as S of the slope says, but no shorter than keeps the slope that goes with them (which it returns)
-    within those it lies between: shorter ones would be right, and gone with the optimiser's next steps.
+    within those it lies between: shorter ones would be right, and gone with the optimizer's next steps.
     """
 
     @torch.no_grad()
     def __init__(self, weight: Tensor, anchor: Tensor, new: Affine, old: Affine, scale: Tensor) -> None:
         self.weight, self.before = weight, weight.clone()
-        self.sign = torch.where(new.slope < 0, -1.0, 1.0)  # filters point as they did, which the optimiser remembers
+        self.sign = torch.where(new.slope < 0, -1.0, 1.0)  # filters point as they did, which the optimizer remembers
         now, then = (tensor.flatten(1).norm(dim=1) for tensor in (weight, anchor))
         self.length = then + scale * (now - then)
         self.steepest = torch.maximum(new.slope.abs(), old.slope.abs())
@@ -128,7 +128,7 @@ def moments(norms: Iterable[Any], look: Look) -> dict[Any, Moments]:
     def note(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         values = inputs[0].float()
         axes = [axis for axis in range(values.dim()) if axis != 1]
-        var, mean = torch.var_mean(values, axes, correction=0)  # as a batch is normalised
+        var, mean = torch.var_mean(values, axes, correction=0)  # as a batch is normalized
         seen[norm] = mean, var
 
     handles = [norm.register_forward_pre_hook(note) for norm in norms]  # which also keeps our own kernels away
@@ -141,11 +141,11 @@ def moments(norms: Iterable[Any], look: Look) -> dict[Any, Moments]:
 
 
 @torch.no_grad()
-def renormalise(maps: Mapping[Any, Affine], look: Look) -> None:
+def renormalize(maps: Mapping[Any, Affine], look: Look) -> None:
     """Make layers these maps, told by the statistics of what they then see; where nothing is seen the statistics stay.
 
     The maps have to be by the statistics of the very images that are looked at here, all of them at once. Then maps
-    that did not change are told as they were. By means over several batches they would not be: nothing normalises on
+    that did not change are told as they were. By means over several batches they would not be: nothing normalizes on
     the way through maps, so what a batch differs from the mean by grows from layer to layer, and ends in the weights.
     """
     modes = {norm: norm.training for norm in maps}

@@ -1,4 +1,4 @@
-"""EOPC: ensembling over an optimised path (Wen et al., ICML 2023; address below). For methods with exemplars.
+"""EOPC: ensembling over an optimized path (Wen et al., ICML 2023; address below). For methods with exemplars.
 
 After each task from the second on, a low-loss path is looked for between the model before the task, `start`, and
 the trained one, `stop`. For the parameter tensor l, at the position t from 0 to 1, with w_n = (4n + 1) pi / 2,
@@ -12,13 +12,13 @@ plane. a and b start at 0, a straight line, and are trained on the balanced exem
 
 at theta(t) plus noise of length `radius` across the path. Before `cut_off`, CE is over old samples only and h_end the
 features at the start; behind it, CE is over all samples and h_end those at the stop. BatchNorm runs on statistics
-interpolated between the ends' own. Then ten points of the path around `centre`, each with noise of a length drawn
+interpolated between the ends' own. Then ten points of the path around `center`, each with noise of a length drawn
 from U(0, ensemble_radius), are averaged, and the average replaces the model; exemplars of the task's classes are
 chosen again. Classes are scored by `Output.logits` throughout (PODNet's without their scale).
 
 The new classes' rows have no place in the model before the task: there they are drawn from N(0, 1 / rows), biases 0,
 or are as the method begins with them (`new_rows="imprint"`). As in the authors' code the rate is constant (they lay
-out a schedule that their optimiser does not read) and a, b are not bounded. A batch without old samples has no CE
+out a schedule that their optimizer does not read) and a, b are not bounded. A batch without old samples has no CE
 before the cut-off, where theirs would be undefined. With several ranks CE over old samples is a mean over those of
 each local batch.
 """
@@ -37,7 +37,7 @@ from torch.func import functional_call
 
 from incvec.addons.merging import Tensors, class_outputs, copies, flat, floats, group_of, refusal
 from incvec.config import Options
-from incvec.contracts import AddOn, Batch, Group, Method, Optimiser, Output, Stage, Task, Terms, World
+from incvec.contracts import AddOn, Batch, Group, Method, Optimizer, Output, Stage, Task, Terms, World
 from incvec.methods.common import ImageMethod
 
 ORDER = 4  # frequencies
@@ -51,7 +51,7 @@ class EOPCOptions(Options):
     positions: int = Field(10, ge=2, description="points of the path that a step looks at")
     radius: float = Field(6.0, ge=0, description="length of the noise while the path is trained")
     cut_off: float = Field(0.75, description="where the path passes from the start's care to the stop's")
-    centre: float = Field(0.75, description="the middle of the stretch that is averaged")
+    center: float = Field(0.75, description="the middle of the stretch that is averaged")
     gap: float = Field(0.1, ge=0, description="its length")
     members: int = Field(10, ge=1, description="points that are averaged")
     ensemble_radius: float = Field(6.0, ge=0, description="greatest length of their noise")
@@ -162,7 +162,7 @@ class Path:
 
 class EOPC(AddOn):
     name = "eopc"
-    summary = "after each task, optimises a path from the model before and averages points on it; needs exemplars"
+    summary = "after each task, optimizes a path from the model before and averages points on it; needs exemplars"
     paper = "Optimizing Mode Connectivity for Class Incremental Learning, https://openreview.net/forum?id=ml9EmtlMiy"
     Options = EOPCOptions
     options: EOPCOptions
@@ -177,9 +177,9 @@ class EOPC(AddOn):
         self._facts: dict[str, Any] = {}
 
     @classmethod
-    def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
+    def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
         if not (method.exemplars and issubclass(method, ImageMethod)):
-            return f"the path is optimised on exemplars of all classes seen, and {method.name} keeps none."
+            return f"the path is optimized on exemplars of all classes seen, and {method.name} keeps none."
         return refusal(cls.name, method, others)
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
@@ -192,7 +192,7 @@ class EOPC(AddOn):
             epochs=o.epochs,
             batch_size=o.batch_size,
             groups=(Group(("addons.eopc",), o.lr),),
-            optimiser=Optimiser("sgd", momentum=0.0),
+            optimizer=Optimizer("sgd", momentum=0.0),
             source=main.source,
             views=main.views[:1],
             batchnorm="frozen",
@@ -260,13 +260,13 @@ class EOPC(AddOn):
         if stage.owner != self.name:
             return
         o, path, generator = self.options, self._path(), self.world.generator
-        t = path.t.new_tensor(spaced(o.centre - o.gap / 2, o.centre + o.gap / 2, o.members))
+        t = path.t.new_tensor(spaced(o.center - o.gap / 2, o.center + o.gap / 2, o.members))
         lengths = o.ensemble_radius * torch.rand(len(t), generator=generator, device=t.device)
         total = torch.zeros_like(path.start)
         for point in path.points(t, self.bends["a"], self.bends["b"], lengths, generator):
             total += point / o.members
         # Statistics are linear in t, so their average over the points is their value in the middle.
-        average = {**path.layout.unpack(total), **path.statistics_at(o.centre)}
+        average = {**path.layout.unpack(total), **path.statistics_at(o.center)}
         live = floats(self.method.model)
         for name, tensor in average.items():
             live[name].copy_(tensor)
@@ -287,5 +287,5 @@ class EOPC(AddOn):
         self.start, self.path = group_of(state, "start"), None
         self.bends = {name: nn.Parameter(tensor) for name, tensor in group_of(state, "bends").items()}
 
-    def facts(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         return self._facts

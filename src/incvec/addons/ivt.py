@@ -14,7 +14,7 @@ with the mean S of their layer (`interpolate`), or measures them anew after the 
 the method holds fixed (SSRE) stay as they are. `map` goes further: what is teleported is the affine map that a layer
 is, by the statistics of some batches seen as one, and the new map is told by theirs again, so that training goes on
 from the function that was teleported (see affine.py). The others leave it to training to make up for a weight that
-went back while the batches it is normalised by stayed. `layer` does as `map`, for a convolution and its norm together:
+went back while the batches it is normalized by stayed. `layer` does as `map`, for a convolution and its norm together:
 their product goes back, by the convolution's S. The two differ little as long as filters keep their lengths; where
 some have nearly vanished, as in ResNet-18's last stage, slopes taken back by themselves may explode (docs/findings.md).
 
@@ -38,14 +38,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalise
+from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalize
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
 from incvec.ivt import IVT, scale
 
 BATCHES = 4  # whose statistics, all at once, tell a map
 MAPS = ("map", "layer")  # ways of BatchNorm that take maps back
-TRIED = 64  # features of the widest network, ResNet-32, that `map` has done well with
+MAX_TESTED_WIDTH = 64  # features of the widest network, ResNet-32, that `map` has done well with
 
 
 class IVTOptions(Options):
@@ -84,14 +84,14 @@ class IVTAddOn(AddOn):
         self._facts: dict[str, Any] = {}
 
     @classmethod
-    def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
+    def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
         if not method.trains:
             return f"{method.name} trains nothing: there is no increment."
         return f"{method.name} trains all classes as one task: there is no increment." if method.joint else None
 
     @classmethod
-    def refuses_options(cls, options: Any, method: type[Method], method_options: Any) -> str | None:
-        if options.first_fisher == "sample" and method.contrasts(method_options):
+    def incompatible_options(cls, options: Any, method: type[Method], method_options: Any) -> str | None:
+        if options.first_fisher == "sample" and method.uses_batch_contrast(method_options):
             return (
                 f"first_fisher=sample takes gradients of single images, but {method.name}'s loss contrasts the images "
                 "of a batch: alone in it, an image has none to tell apart, and its gradient is 0. Use "
@@ -114,11 +114,11 @@ class IVTAddOn(AddOn):
 
     def _too_wide(self) -> str:
         width = getattr(getattr(self.method.model, "backbone", None), "width", 0)
-        if self.options.batchnorm != "map" or width <= TRIED:
+        if self.options.batchnorm != "map" or width <= MAX_TESTED_WIDTH:
             return ""
         return (
-            f"ivt.batchnorm=map was tried with {TRIED} features and fewer; this network has {width}, and such ones "
-            "may break with it (docs/findings.md). Use ivt.batchnorm=layer."
+            f"ivt.batchnorm=map was tried with {MAX_TESTED_WIDTH} features and fewer; this network has {width}, and "
+            "such ones may break with it (docs/findings.md). Use ivt.batchnorm=layer."
         )
 
     def _idle(self) -> str:
@@ -241,7 +241,7 @@ class IVTAddOn(AddOn):
         if self._collects(stage):
             self.plugin.accumulate([p for name, p in parameters.items() if name.startswith("model.")])
 
-    def end_epoch(self, task: Task, stage: Stage, epoch: int, optimiser: torch.optim.Optimizer | None) -> None:
+    def end_epoch(self, task: Task, stage: Stage, epoch: int, optimizer: torch.optim.Optimizer | None) -> None:
         if self._collects(stage) and self._ends(task, stage, epoch):
             self.plugin.end_epoch()
         if self._teleports(task, stage, epoch):
@@ -250,19 +250,19 @@ class IVTAddOn(AddOn):
                 self._teleport_maps(stage)
             else:
                 self.plugin.teleport(self._left)
-            if self.options.optimiser_state == "reset" and optimiser is not None:
-                self._forget(optimiser)
+            if self.options.optimiser_state == "reset" and optimizer is not None:
+                self._forget(optimizer)
 
     @property
     def _left(self) -> tuple[str, ...]:
         """Name prefixes of what is not teleported."""
         return ("head.",) if self.options.head == "keep" else ()
 
-    def _forget(self, optimiser: torch.optim.Optimizer) -> None:
-        """Zero the optimiser's state of what is teleported; new rows keep theirs."""
+    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Zero the optimizer's state of what is teleported; new rows keep theirs."""
         names = {n for n in self.plugin.cumulative.keys() & self.plugin.fisher.keys() if not n.startswith(self._left)}
         moved = [p for name, p in self.method.model.named_parameters() if name in names]
-        state = [t for parameter in moved for t in optimiser.state.get(parameter, {}).values()]
+        state = [t for parameter in moved for t in optimizer.state.get(parameter, {}).values()]
         if state:
             torch._foreach_zero_(state)
 
@@ -287,14 +287,14 @@ class IVTAddOn(AddOn):
     def _look(self, stage: Stage) -> None:
         """At images to measure statistics on; none where the stage has them fixed."""
         if stage.batchnorm == "train":
-            self.world.look(BATCHES)
+            self.world.probe(BATCHES)
 
     @torch.no_grad()
     def _teleport_maps(self, stage: Stage) -> None:
         """A teleport after which each layer is the map of the anchor and S times the way to the one it trains as."""
         look, layers = partial(self._look, stage), self.options.batchnorm == "layer"
         present = moments(self._norms().values(), look)
-        fed = feeding(self.method.model, partial(self.world.look, 1)) if layers else {}
+        fed = feeding(self.method.model, partial(self.world.probe, 1)) if layers else {}
         names = {module: name for name, module in self.method.model.named_modules()}
         maps: dict[Any, Affine] = {}
         folded: dict[Any, tuple[str, Folded]] = {}
@@ -317,7 +317,7 @@ class IVTAddOn(AddOn):
         for norm, (_, product) in folded.items():
             maps[norm] = maps[norm]._replace(slope=product.part())
         if maps:
-            renormalise(maps, look)
+            renormalize(maps, look)
 
     def end_stage(self, task: Task, stage: Stage) -> None:
         if stage.name == "ivt-fisher":
@@ -355,12 +355,12 @@ class IVTAddOn(AddOn):
         self.buffers = {n.removeprefix("buffers/"): t.clone() for n, t in state.items() if n.startswith("buffers/")}
         self.plugin.load_state_dict({n: t for n, t in state.items() if not n.startswith("buffers/")})
 
-    def facts(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         return self._facts
 
     @torch.no_grad()
     def _account(self) -> dict[str, Any]:
-        """By part of the network: mean S of the last epoch's F_t, F_t against Fbar_{t-1}, distance travelled."""
+        """By part of the network: mean S of the last epoch's F_t, F_t against Fbar_{t-1}, distance traveled."""
         parameters = dict(self.method.model.named_parameters())
         parts: dict[str, list[tuple[Tensor, ...]]] = {}
         for name, new in self.plugin.fisher.items():

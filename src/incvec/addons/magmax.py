@@ -54,7 +54,7 @@ class MagMax(AddOn):
             self._begin_at(copies(floats(method.model)))
 
     @classmethod
-    def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
+    def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
         return refusal(cls.name, method, others)
 
     def begin_task(self, task: Task) -> None:

@@ -94,7 +94,7 @@ class FisherPass(AddOn):
         self._sums = BatchFisher({})
 
     @classmethod
-    def refuses(cls, method: type[Method], others: Sequence[str]) -> str | None:
+    def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
         return refusal(cls.name, method, others)
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
@@ -210,5 +210,5 @@ class FisherReplace(FisherPass):
         self.anchor, self.fisher = group_of(state, "anchor"), group_of(state, "fisher")
         self.share = state["share"].clone() if "share" in state else self.share
 
-    def facts(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         return {"share": round(float(self.share), 5)}

@@ -98,7 +98,7 @@ def draw(records: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[flo
         values = [weighted_mean(row, record["test_counts"]) for row in record["accuracy"]]
         own = LOOKS[name]
         left.plot(
-            range(1, len(values) + 1), values, color=own.colour, marker=own.marker,
+            range(1, len(values) + 1), values, color=own.color, marker=own.marker,
             dashes=own.dashes, markersize=own.size, linewidth=2,
         )  # fmt: skip
         ends.append((own, values[-1]))
@@ -111,8 +111,8 @@ def draw(records: Sequence[Mapping[str, Any]], curves: Mapping[str, Sequence[flo
     ends = []
     for name, curve in curves.items():
         own = LOOKS[name]
-        right.plot(positions(len(curve)), curve, color=own.colour, dashes=own.dashes, linewidth=2)
-        right.plot(1, curve[-1], color=own.colour, marker=own.marker, markersize=own.size)
+        right.plot(positions(len(curve)), curve, color=own.color, dashes=own.dashes, linewidth=2)
+        right.plot(1, curve[-1], color=own.color, marker=own.marker, markersize=own.size)
         ends.append((own, curve[-1]))
     right.plot(0, next(iter(curves.values()))[0], color="black", marker="o", markersize=6)
     right.set_ylim(min(80, *(min(curve) - 2 for curve in curves.values())), 101.5)
@@ -135,24 +135,24 @@ def label_ends(axes: Any, x: float, ends: Sequence[tuple[Look, float]], width: f
     heights = spread([value for _, value in ends], 0.055 * (top - bottom))
     for (own, value), height in zip(ends, heights, strict=True):
         axes.annotate(
-            f"{own.label} {value:.1f}", (x, height), (x + 0.06 * width, height), color=own.colour,
+            f"{own.label} {value:.1f}", (x, height), (x + 0.06 * width, height), color=own.color,
             fontsize=10, fontweight="bold", va="center", annotation_clip=False,
         )  # fmt: skip
     axes.set_xlim(right=x + 0.03 * width)
 
 
 def spread(values: Sequence[float], gap: float) -> list[float]:
-    """The values, moved as little as need be so that neighbours are `gap` apart; their order is kept."""
+    """The values, moved as little as need be so that neighbors are `gap` apart; their order is kept."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     clusters: list[tuple[float, list[int]]] = []  # mean position, members from the lowest to the highest
     for i in order:
-        centre, members = values[i], [i]
-        while clusters and centre - clusters[-1][0] < gap * (len(members) + len(clusters[-1][1])) / 2:
+        center, members = values[i], [i]
+        while clusters and center - clusters[-1][0] < gap * (len(members) + len(clusters[-1][1])) / 2:
             members = clusters.pop()[1] + members
-            centre = sum(values[m] for m in members) / len(members)
-        clusters.append((centre, members))
+            center = sum(values[m] for m in members) / len(members)
+        clusters.append((center, members))
     placed = list(values)
-    for centre, members in clusters:
+    for center, members in clusters:
         for rank, i in enumerate(members):
-            placed[i] = centre + gap * (rank - (len(members) - 1) / 2)
+            placed[i] = center + gap * (rank - (len(members) - 1) / 2)
     return placed

@@ -32,7 +32,7 @@ from incvec.data import check, load_dataset
 from incvec.data.store.open import is_store
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.checkpoint import check_finished
-from incvec.engine.distributed import is_left, leave, prints, several, start
+from incvec.engine.distributed import abort, is_distributed, is_main_process, is_peer_failure, start
 from incvec.engine.events import Event
 from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
@@ -42,7 +42,7 @@ from incvec.records import read_record, readable
 from incvec.study import tables
 from incvec.study.catalog import everything, line_below
 
-STOPPED = 130  # what shells expect of a program ended by Ctrl-C
+EXIT_INTERRUPTED = 130  # what shells expect of a program ended by Ctrl-C
 
 
 class Commands(TyperGroup):
@@ -58,17 +58,17 @@ class Commands(TyperGroup):
                 raise
             complain(f"{error.filename}: {error.strerror}.")
         except RuntimeError as error:
-            if not is_left(error):
+            if not is_peer_failure(error):
                 raise
-            if prints():
+            if is_main_process():
                 complain(
                     "another process of this run has ended, for the reason it gives (one that was killed gives none); "
                     "so this one ends too. Start the same command again to go on."
                 )
-            leave()
+            abort()
         except KeyboardInterrupt:
             Console(stderr=True).print("stopped; run the same command again to go on")
-            raise typer.Exit(STOPPED) from None
+            raise typer.Exit(EXIT_INTERRUPTED) from None
         raise typer.Exit(1)
 
 
@@ -204,7 +204,7 @@ def run(
     resolved = resolve_tree(tree)
     folder = out if out is not None else Path("runs") / run_name(resolved)
     check_out(folder, "a run")
-    console = Console(quiet=not prints())
+    console = Console(quiet=not is_main_process())
     record = finished(resolved, folder, data_root)
     if record is not None:
         console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False, markup=False)
@@ -219,7 +219,7 @@ def run(
         shared = None if no_share else bases if bases is not None else folder.parent / "bases"
         with steady_threads(data):
             events: Iterator[Event] = Run(resolved, data, folder, shared, ranks).events()
-            if log and prints():
+            if log and is_main_process():
                 events = tensorboard.logged(events, folder / "tensorboard")
             record = follow(events, console)
         ranks.close()
@@ -294,7 +294,7 @@ def sweep(
 
     Started again, it does what is left. A run that fails is reported, and the others go on.
     """
-    if several():
+    if is_distributed():
         raise ConfigError("a sweep turns its runs in one process; give torchrun a single `incvec run`.")
     check_out(out, "a sweep")
     failed = sweeping.sweep(name, out, data_root, settings or [], at_once, only, Console(), dry_run)
@@ -322,12 +322,12 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
     """Say which methods, add-ons, data sets, presets, networks and sweeps there are."""
-    catalogue = {name: entries for name, entries in everything().items() if kind is None or name == kind}
+    catalog = {name: entries for name, entries in everything().items() if kind is None or name == kind}
     if as_json:
-        typer.echo(json.dumps(catalogue, indent=1, ensure_ascii=False))
+        typer.echo(json.dumps(catalog, indent=1, ensure_ascii=False))
         return
     console = Console()
-    for heading, entries in catalogue.items():
+    for heading, entries in catalog.items():
         console.print(heading, style="bold")
         width = max(len(entry["name"]) for entry in entries)
         for entry in entries:

@@ -23,7 +23,7 @@ from incvec.engine import events as ev
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.device_errors import explained
 from incvec.engine.run import Run, finish
-from incvec.engine.scheduler import Failed, turn
+from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.engine.sweep import Check, default_at_once, read_check, read_runs
 from incvec.errors import Busy, ConfigError, IncvecError, nearest
 from incvec.methods import METHODS
@@ -195,7 +195,12 @@ def sweep(
         if check is not None:
             say(console, f"first {planned[0][0]}: {check.metric} is to be {check.expected}, within {check.within}")
             check.judge(finish(maker(*planned[0])()))
-        rows = show([folder for folder, _ in planned], turn([maker(*pair) for pair in planned], many), title, console)
+        rows = show(
+            [folder for folder, _ in planned],
+            run_concurrently([maker(*pair) for pair in planned], many),
+            title,
+            console,
+        )
     failed = [row for row in rows if row.state == "failed"]
     for row in failed:
         console.print(Text.assemble(("failed", "red"), f" {row.name}: {row.error}"), soft_wrap=True)

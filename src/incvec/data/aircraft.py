@@ -2,7 +2,7 @@
 
 Classes are the variants, numbered in the order of variants.txt; training images are those of `trainval` (6,667), test
 images those of `test` (3,333). They are kept as squares of 224 pixels, the short side resized (bicubic, antialiased)
-and the centre cut out, which is CLIP's preparation. As torchvision leaves it, the strip with the copyright stays.
+and the center cut out, which is CLIP's preparation. As torchvision leaves it, the strip with the copyright stays.
 
 A copy with fewer variants is one whose variants.txt names only those; `copy` makes one, from a whole copy or from
 encoded images in one .npz file. There an image may have another format than JPEG, told by its file's suffix.
@@ -90,7 +90,7 @@ def load(root: str | Path | None, size: int = SIZE) -> Dataset:
         pad=max(1, size // 8),
         flip=True,
         fingerprint=digest.hexdigest(),
-        normalisations={"default": IMAGENET},
+        normalizations={"default": IMAGENET},
         about={"variants": len(variants)},
     )
 

@@ -35,7 +35,7 @@ FILES: Mapping[str, Published] = {
     "test": Published(31_049_707, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
     "meta": Published(1_473, "7973b15100ade9c7d40fb424638fde48"),
 }
-NORMALISATIONS = {
+NORMALIZATIONS = {
     "default": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     # LUCIR's historic deviations, which are not the data's own; its descendants still use them.
     "lucir": ((0.5071, 0.4866, 0.4409), (0.2009, 0.1984, 0.2023)),
@@ -134,7 +134,7 @@ def load(root: str | Path | None, fetch: bool = False) -> Dataset:
         pad=4,
         flip=True,
         fingerprint=hashlib.sha256("".join(file.md5 for file in FILES.values()).encode()).hexdigest(),
-        normalisations=NORMALISATIONS,
+        normalizations=NORMALIZATIONS,
     )
 
 

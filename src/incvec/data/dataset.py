@@ -12,7 +12,7 @@ from torch import Tensor
 from incvec.data.store.mapped import PackedImages
 from incvec.errors import ConfigError, DataError, nearest
 
-Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 Images = Tensor | PackedImages  # in memory, or in mapped files
 
 
@@ -29,7 +29,7 @@ class Dataset:
     pad: int  # padding of the random crop
     flip: bool  # whether a mirrored image is still an image of its class
     fingerprint: str  # the same for the same content, another for any other
-    normalisations: Mapping[str, Normalisation]
+    normalizations: Mapping[str, Normalization]
     side: int | None = None  # of what the network sees, in resized crops; none: as stored, in padded crops
     about: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, for records
 
@@ -58,8 +58,8 @@ class Dataset:
                 f"{self.name}: training images are {list(self.train_images.shape[1:])}, "
                 f"test images {list(self.test_images.shape[1:])}; expected the same shape"
             )
-        if "default" not in self.normalisations:
-            raise DataError(f"{self.name}: no normalisation is called 'default'")
+        if "default" not in self.normalizations:
+            raise DataError(f"{self.name}: no normalization is called 'default'")
 
     @property
     def n_classes(self) -> int:
@@ -71,13 +71,13 @@ class Dataset:
         channels, height, width = self.train_images.shape[1:]
         return (channels, height, width) if self.side is None else (channels, self.side, self.side)
 
-    def normalisation(self, name: str = "default") -> Normalisation:
-        if name not in self.normalisations:
-            known = ", ".join(self.normalisations)
+    def normalization(self, name: str = "default") -> Normalization:
+        if name not in self.normalizations:
+            known = ", ".join(self.normalizations)
             raise ConfigError(
-                f"{self.name} has no normalisation {name!r}, only {known}." + nearest(name, self.normalisations)
+                f"{self.name} has no normalization {name!r}, only {known}." + nearest(name, self.normalizations)
             )
-        return self.normalisations[name]
+        return self.normalizations[name]
 
 
 def hold_out(dataset: Dataset, every: int) -> Dataset:

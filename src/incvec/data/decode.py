@@ -22,7 +22,7 @@ from incvec.data.store.mapped import Bytes
 from incvec.errors import DataError
 
 RGB = 3  # torchvision.io.ImageReadMode.RGB
-LARGE = 1 << 24  # pixels; Pillow shall judge what is larger, since it refuses some
+LARGE = 1 << 24  # pixels; Pillow shall judge what is larger, since it incompatibility some
 
 
 def read_pixels(path: Path | str) -> Tensor:
@@ -39,7 +39,7 @@ def read_pixels(path: Path | str) -> Tensor:
 
 
 def _plain_jpeg(content: bytearray) -> Tensor | None:
-    """The pixels of an upright grey or RGB JPEG; None for any other file, or a damaged one."""
+    """The pixels of an upright gray or RGB JPEG; None for any other file, or a damaged one."""
     if not content.startswith(b"\xff\xd8") or not _has_decoder():
         return None
     try:
@@ -53,7 +53,7 @@ def _plain_jpeg(content: bytearray) -> Tensor | None:
 
 
 def _is_plain(content: bytearray) -> bool:
-    """Whether Pillow takes this for a grey or RGB JPEG that is to be turned by nothing."""
+    """Whether Pillow takes this for a gray or RGB JPEG that is to be turned by nothing."""
     with quiet_pillow(), Image.open(BytesIO(content)) as image:
         if image.format != "JPEG" or image.mode not in ("L", "RGB"):
             return False
@@ -80,7 +80,7 @@ def _has_plain_markers(content: bytearray) -> bool:
             if len(data) != 6 + 3 * data[5]:
                 return False
             framed = True
-        elif marker == 0xDB:  # quantisation tables, of 8 bits
+        elif marker == 0xDB:  # quantization tables, of 8 bits
             if len(data) % 65 or any(number > 3 for number in data[::65]):
                 return False
         elif marker in (0xE0, 0xEE):  # JFIF's and Adobe's

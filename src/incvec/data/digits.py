@@ -20,7 +20,7 @@ def load() -> Dataset:
     except ImportError as error:
         raise DataError("the digits come with scikit-learn: pip install 'incvec[lab]'") from error
     bunch = load_digits()
-    # Sixteen grey steps above black become 0..255.
+    # Sixteen gray steps above black become 0..255.
     images = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
     labels = torch.from_numpy(bunch.target.astype(np.int64))
     one_hot = torch.nn.functional.one_hot(labels, 10)
@@ -38,5 +38,5 @@ def load() -> Dataset:
         pad=1,
         flip=False,
         fingerprint=hashlib.sha256(images.numpy().tobytes() + labels.numpy().tobytes()).hexdigest(),
-        normalisations={"default": ((mean,), (std,))},
+        normalizations={"default": ((mean,), (std,))},
     )

@@ -3,7 +3,7 @@
 Classes are numbered in the sorted order of their folders' names, as torchvision's ImageFolder does. Where there
 is no train/, every fifth file of a class (`test_every`), in sorted order, is a test image. Images are turned as
 their EXIF says, made RGB, resized so that the short side is `size` (bicubic, antialiased) and cropped to the
-centre square.
+center square.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def open_image(path: Path) -> Image.Image:
 
 
 def square(image: Image.Image, size: int) -> NDArray[np.uint8]:
-    """Short side to `size`, then the centre square, as [size, size, 3]."""
+    """Short side to `size`, then the center square, as [size, size, 3]."""
     width, height = image.size
     short = min(width, height)
     if max(width, height) > LONGEST * short:
@@ -315,7 +315,7 @@ def decode_listing(listing: Listing, size: int) -> Dataset:
         pad=max(1, size // 8),
         flip=True,
         fingerprint=_fingerprint(listing, train_images, test_images),
-        normalisations={"default": IMAGENET},
+        normalizations={"default": IMAGENET},
         about={
             "layout": "folder", "split": listing.rule, "class_list": None, "left_out": 0, "side": size, "seen": size,
         },

@@ -17,13 +17,13 @@ class GaussianSource:
     row: tuple[int, ...]
 
     def __init__(self, means: Tensor, factors: Tensor, scales: Tensor | None = None) -> None:
-        self.centres = means if scales is None else means * scales[:, None]
+        self.centers = means if scales is None else means * scales[:, None]
         self.factors = factors
         self.labels = torch.arange(len(means), device=means.device)
         self.row = tuple(means.shape[1:])
 
     def fetch(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str] = ()) -> Batch:
-        drawn = draw(self.centres, self.factors, indices, generator)
+        drawn = draw(self.centers, self.factors, indices, generator)
         return Batch((drawn,), indices, indices)
 
 
@@ -63,8 +63,8 @@ def class_gaussians(
     means, factors = [], []
     for label in classes:
         own = features[labels == label].double()
-        centred = own - own.mean(0)
-        covariance = centred.T @ centred / max(len(own) - 1, 1)
+        centered = own - own.mean(0)
+        covariance = centered.T @ centered / max(len(own) - 1, 1)
         eye = torch.eye(own.shape[1], dtype=own.dtype, device=own.device)
         if shrink:
             on = covariance.diagonal().mean()

@@ -16,7 +16,7 @@ from incvec.data.class_lists import WNID, ClassList, find_class_list
 from incvec.data.dataset import Dataset
 from incvec.data.folder import IMAGENET, decode_listing
 from incvec.data.layouts import list_images
-from incvec.data.resize import CENTRE
+from incvec.data.resize import CENTER
 from incvec.data.store.mapped import Placement
 from incvec.data.store.open import Store, is_store, open_store
 from incvec.errors import ConfigError, DataError, no_root
@@ -132,7 +132,7 @@ def _from_store(
         pad=max(1, store.side // 8),
         flip=True,
         fingerprint=fingerprint,
-        normalisations={"default": IMAGENET},
+        normalizations={"default": IMAGENET},
         side=side,
         about={
             "layout": store.about["layout"],
@@ -167,7 +167,7 @@ def _side(stored: int, image_size: int | None) -> int | None:
         if image_size not in (None, stored):
             raise ConfigError(f"image_size is {image_size}, but the store's images have a side of {stored}: pack anew")
         return None
-    side = round(CENTRE * stored) if image_size is None else image_size
+    side = round(CENTER * stored) if image_size is None else image_size
     if side > stored:
         raise ConfigError(f"image_size is {side}, but the store's images have a side of {stored}: pack them larger")
     return side

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def fitted(images: Tensor, size: int, channels: int = 3) -> Tensor:
-    """The short side to `size` (bicubic, antialiased), then the centre square; uint8 in, uint8 out.
+    """The short side to `size` (bicubic, antialiased), then the center square; uint8 in, uint8 out.
 
     The same steps as torchvision's Resize and CenterCrop, rounding to 8 bits included. Where `channels` are asked for
     and the images have one, it is repeated.

@@ -21,7 +21,7 @@ from incvec.data.views import Views, draw_boxes
 from incvec.errors import ConfigError
 from incvec.fused import fused
 
-CENTRE = 7 / 8  # the part of the side that a test image shows: 224 of 256
+CENTER = 7 / 8  # the part of the side that a test image shows: 224 of 256
 
 
 @fused
@@ -32,9 +32,9 @@ def resizing(start: Tensor, extent: Tensor, size: int, out: int, mirrored: Tenso
     if mirrored is not None:
         places = torch.where(mirrored[:, None], out - places, places)
     scale = (extent / out)[:, None, None]
-    centres = start[:, None, None] + places[:, :, None] * scale
+    centers = start[:, None, None] + places[:, :, None] * scale
     pixels = torch.arange(size, device=start.device) + 0.5
-    weight = (1 - (pixels - centres).abs() / scale.clamp(min=1)).clamp(min=0)
+    weight = (1 - (pixels - centers).abs() / scale.clamp(min=1)).clamp(min=0)
     inside = (pixels > start[:, None, None]) & (pixels < (start + extent)[:, None, None])
     weight = weight * inside
     return weight / weight.sum(2, keepdim=True)
@@ -60,9 +60,9 @@ class ResizedViews(Views):
     """Views of images that are stored larger than the network sees them.
 
     - `train`: RandomResizedCrop of the stored square (a share of 0.08 to 1 of its area), flip, brightness jitter,
-      normalise;
+      normalize;
     - `test`: the central 7/8 of the image, which is torchvision's Resize(256) and CenterCrop(224) where images were
-      packed at 256, normalised;
+      packed at 256, normalized;
     - `strong`, `flipped`, `raw`: as in `Views`, at the network's size.
     """
 
@@ -73,7 +73,7 @@ class ResizedViews(Views):
         if not 1 <= side <= stored:
             raise ConfigError(f"images of side {side} are asked for, but they are stored with {stored}: expected less")
         self.stored, self.side = stored, side
-        self.inner = max(side, round(CENTRE * stored))
+        self.inner = max(side, round(CENTER * stored))
         self.box = torch.tensor([(stored - self.inner) // 2, self.inner], dtype=torch.float32)
 
     def to(self, device: torch.device | str) -> ResizedViews:
@@ -85,12 +85,12 @@ class ResizedViews(Views):
     def __call__(self, name: str, images: Tensor, generator: Generator | None = None) -> Tensor:
         if name in v.DRAWING or name not in v.NAMES:
             return super().__call__(name, images, generator)
-        seen = self._centre(images)
+        seen = self._center(images)
         if name == "flipped" and self.flip:
             seen = seen.flip(-1)
-        return seen if name == "raw" else v.normalise(seen, self.mean, self.std)
+        return seen if name == "raw" else v.normalize(seen, self.mean, self.std)
 
-    def _centre(self, images: Tensor) -> Tensor:
+    def _center(self, images: Tensor) -> Tensor:
         """The middle of the image, in [0, 1]."""
         if self.inner == self.side:
             first = (self.stored - self.side) // 2
@@ -109,18 +109,18 @@ class ResizedViews(Views):
     def _strong(self, images: Tensor, generator: Generator) -> Tensor:
         box = draw_boxes(images, generator, scale=(0.2, 1.0))
         seen = resized_boxes(images, box, self.side) / 255
-        seen = v.random_grey(seen, 0.2, generator)
-        seen = v.colour_jitter(seen, 0.4, 0.4, 0.4, 0.4, generator)
+        seen = v.random_gray(seen, 0.2, generator)
+        seen = v.color_jitter(seen, 0.4, 0.4, 0.4, 0.4, generator)
         if self.flip:
             seen = v.flip(seen, generator)
-        return v.normalise(seen, self.mean, self.std)
+        return v.normalize(seen, self.mean, self.std)
 
 
 @fused
 def _finished(pixels: Tensor, factor: Tensor | None, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
-    """Brightness and normalisation of pixels from 0 to 255, in one pass."""
+    """Brightness and normalization of pixels from 0 to 255, in one pass."""
     seen = pixels / 255
     if factor is not None:
         seen = v.adjust_brightness(seen, factor)
-    seen = v.normalise(seen, mean, std)
+    seen = v.normalize(seen, mean, std)
     return seen.contiguous(memory_format=torch.channels_last) if channels_last else seen

@@ -25,7 +25,7 @@ CHECK_EVERY = 16  # iterations between two looks at whether all is done; the res
 def herd(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
     """Herding as iCaRL and LUCIR code it: the rows of `m` exemplars of each class, best first.
 
-    With D the L2-normalised features of a class, mu their mean and w = mu at first, repeat: j = argmax_i <w, D_i>;
+    With D the L2-normalized features of a class, mu their mean and w = mu at first, repeat: j = argmax_i <w, D_i>;
     append j unless it was chosen before; in either case w <- w + mu - D_j. Stop at `m` rows or 1,000 iterations.
     Should fewer have been found by then, the argmax is taken over those not yet chosen. Ties go to the first row.
 
@@ -36,7 +36,7 @@ def herd(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Te
 
 @torch.no_grad()
 def herd_greedy(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
-    """Herding as PyCIL codes it, arguments and result as `herd`: without replacement, the k-th choice minimises
+    """Herding as PyCIL codes it, arguments and result as `herd`: without replacement, the k-th choice minimizes
 
     || mu - (sum of the chosen + D_i) / k ||, which is where the mean of the exemplars is after it.
     """
@@ -117,7 +117,7 @@ def _laid_out(labels: Tensor, classes: Sequence[int], at_least: int, why: str) -
 
 @torch.no_grad()
 def class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
-    """The mean feature of every class 0 .. n_classes - 1, [n_classes, d], as they are (nothing is normalised)."""
+    """The mean feature of every class 0 .. n_classes - 1, [n_classes, d], as they are (nothing is normalized)."""
     if n_classes == 0:
         return features.new_empty(0, features.shape[1])
     means = [
@@ -136,53 +136,53 @@ def kmeans(
     restarts: int = 10,
     iterations: int = 100,
 ) -> Tensor:
-    """Lloyd's k-means on each of b sets of points: `points` [b, n, d] -> centres [b, k, d].
+    """Lloyd's k-means on each of b sets of points: `points` [b, n, d] -> centers [b, k, d].
 
     Starts are drawn by k-means++; of `restarts` of them, the one with the least inertia is kept. `mask` [b, n] marks
-    the real points where sets differ in size. A centre that loses all its points stays where it is, and a set with
-    fewer than k different points gets some centre twice.
+    the real points where sets differ in size. A center that loses all its points stays where it is, and a set with
+    fewer than k different points gets some center twice.
     """
     b, n, d = points.shape
     mask = torch.ones(b, n, dtype=torch.bool, device=points.device) if mask is None else mask
     if not bool(mask.any(1).all()) or k < 1 or restarts < 1:
         raise ValueError(f"k = {k}, {restarts} restarts: expected 1 or more, and points in every set")
     x = torch.where(mask[:, :, None], points.double(), 0.0)
-    centres = _spread(x, mask, k, restarts, generator)
+    centers = _spread(x, mask, k, restarts, generator)
     nearest = torch.full((b, n, restarts), -1, device=points.device)
     for iteration in range(iterations):
-        before, nearest = nearest, _distances(x, centres).argmin(3)
+        before, nearest = nearest, _distances(x, centers).argmin(3)
         if iteration % CHECK_EVERY == 0 and bool((before == nearest).all()):
             break
         members = (F.one_hot(nearest, k) * mask[:, :, None, None]).double().flatten(2)
         counts = members.sum(1).view(b, restarts, k, 1)
         sums = torch.bmm(members.mT, x).view(b, restarts, k, d)
-        centres = torch.where(counts > 0, sums / counts.clamp(min=1), centres)
-    inertia = (_distances(x, centres).amin(3) * mask[:, :, None]).sum(1)
-    best = centres[torch.arange(b, device=points.device), inertia.argmin(1)]
+        centers = torch.where(counts > 0, sums / counts.clamp(min=1), centers)
+    inertia = (_distances(x, centers).amin(3) * mask[:, :, None]).sum(1)
+    best = centers[torch.arange(b, device=points.device), inertia.argmin(1)]
     return best.to(points.dtype)
 
 
-def _distances(x: Tensor, centres: Tensor) -> Tensor:
-    """Squared distances of x [b, n, d] to centres [b, r, k, d]: [b, n, r, k]."""
-    b, r, k, _ = centres.shape
-    flat = centres.flatten(1, 2)
+def _distances(x: Tensor, centers: Tensor) -> Tensor:
+    """Squared distances of x [b, n, d] to centers [b, r, k, d]: [b, n, r, k]."""
+    b, r, k, _ = centers.shape
+    flat = centers.flatten(1, 2)
     squared = x.square().sum(2)[:, :, None] - 2 * torch.bmm(x, flat.mT) + flat.square().sum(2)[:, None, :]
     return squared.clamp(min=0).view(b, x.shape[1], r, k)
 
 
 def _spread(x: Tensor, mask: Tensor, k: int, restarts: int, generator: Generator) -> Tensor:
-    """k-means++: the next centre is a point drawn in proportion to its squared distance to the nearest one."""
+    """k-means++: the next center is a point drawn in proportion to its squared distance to the nearest one."""
     b, n, d = x.shape
     rounding = 1e-12 * x.square().sum(2).amax(1)[:, None, None]
     uniform = mask.double()[:, None].expand(b, restarts, n)
-    weights, centres = uniform, []
+    weights, centers = uniform, []
     distance = torch.full((b, restarts, n), torch.inf, dtype=x.dtype, device=x.device)
     for _ in range(k):
         drawn = torch.multinomial(weights.reshape(b * restarts, n), 1, generator=generator).view(b, restarts)
-        centre = x.gather(1, drawn[:, :, None].expand(b, restarts, d))
-        centres.append(centre)
-        distance = torch.minimum(distance, _distances(x, centre[:, :, None])[..., 0].mT)
+        center = x.gather(1, drawn[:, :, None].expand(b, restarts, d))
+        centers.append(center)
+        distance = torch.minimum(distance, _distances(x, center[:, :, None])[..., 0].mT)
         # A chosen point is at distance 0 but for rounding, which must not let it be drawn again.
         weights = (distance * uniform).masked_fill(distance <= rounding, 0)
         weights = torch.where(weights.sum(2, keepdim=True) > 0, weights, uniform)
-    return torch.stack(centres, 2)
+    return torch.stack(centers, 2)

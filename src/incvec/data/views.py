@@ -1,7 +1,7 @@
 """Views: what a network sees of a uint8 image. Batched, each sample with its own draws, on the images' device.
 
-All of it is static tensor code: no synchronisation, a fixed number of draws, all of them from the given
-generator, so a captured step can contain it. Colours and resized crops work on float images in [0, 1],
+All of it is static tensor code: no synchronization, a fixed number of draws, all of them from the given
+generator, so a captured step can contain it. Colors and resized crops work on float images in [0, 1],
 [B, C, H, W]; they agree with torchvision's transforms, save that torchvision rounds to 8 bits in between.
 """
 
@@ -60,12 +60,12 @@ def to_float(images: Tensor) -> Tensor:
     return images.float() / 255
 
 
-def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(x - mean) / std for each channel; `mean` and `std` broadcast against [B, C, H, W]."""
     return (images - mean) / std
 
 
-def grey(images: Tensor) -> Tensor:
+def gray(images: Tensor) -> Tensor:
     """Luma, [B, 1, H, W]; a single channel is its own."""
     if images.shape[1] == 1:
         return images
@@ -83,11 +83,11 @@ def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
-    return _blend(images, grey(images).mean((1, 2, 3), keepdim=True), factor)
+    return _blend(images, gray(images).mean((1, 2, 3), keepdim=True), factor)
 
 
 def adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
-    return _blend(images, grey(images), factor)
+    return _blend(images, gray(images), factor)
 
 
 def adjust_hue(images: Tensor, shift: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def brightness_jitter(images: Tensor, amount: float, generator: Generator) -> Te
     return adjust_brightness(images, _between(images, max(0.0, 1 - amount), 1 + amount, generator))
 
 
-def colour_jitter(
+def color_jitter(
     images: Tensor, brightness: float, contrast: float, saturation: float, hue: float, generator: Generator
 ) -> Tensor:
     """Brightness, contrast, saturation, hue, always in this order (torchvision shuffles it for every image).
@@ -130,24 +130,24 @@ def colour_jitter(
     return adjust_hue(images, _between(images, -hue, hue, generator))
 
 
-def random_grey(images: Tensor, p: float, generator: Generator) -> Tensor:
-    """Without colour, with probability p."""
-    return torch.where(_coin(images, p, generator)[:, None, None, None], grey(images), images)
+def random_gray(images: Tensor, p: float, generator: Generator) -> Tensor:
+    """Without color, with probability p."""
+    return torch.where(_coin(images, p, generator)[:, None, None, None], gray(images), images)
 
 
 def resized_window(images: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor) -> Tensor:
     """The box of each image, stretched bilinearly to the whole image's size; float [B] each, in whole pixels.
 
-    Sampling points are kept between the centres of the box's outermost pixels, so nothing outside shines in.
+    Sampling points are kept between the centers of the box's outermost pixels, so nothing outside shines in.
     """
-    down = _centres(top, height, images.shape[2])
-    right = _centres(left, width, images.shape[3])
+    down = _centers(top, height, images.shape[2])
+    right = _centers(left, width, images.shape[3])
     b, _, h, w = images.shape
     grid = torch.stack([right[:, None, :].expand(b, h, w), down[:, :, None].expand(b, h, w)], -1)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def _centres(start: Tensor, extent: Tensor, size: int) -> Tensor:
+def _centers(start: Tensor, extent: Tensor, size: int) -> Tensor:
     """Sampling points along one axis in grid_sample's coordinates, which run from -1 to 1, edge to edge."""
     steps = (torch.arange(size, device=start.device) + 0.5) / size
     inside = (steps * extent[:, None]).clamp(min=0.5).minimum(extent[:, None] - 0.5)
@@ -215,15 +215,15 @@ def rotation_labels(labels: Tensor) -> Tensor:
 class Views:
     """The views of one data set, by name.
 
-    - `train`: crop, flip (where the data allow it), brightness jitter, normalise;
-    - `test`: normalise;
-    - `strong`: FCS's second view: resized crop, grey with probability 0.2, colour jitter of 0.4, flip (where
-      the data allow it), normalise;
+    - `train`: crop, flip (where the data allow it), brightness jitter, normalize;
+    - `test`: normalize;
+    - `strong`: FCS's second view: resized crop, gray with probability 0.2, color jitter of 0.4, flip (where
+      the data allow it), normalize;
     - `flipped`: `test` mirrored, for class means over both; where `flip` is False it is `test` itself, since
       a mirrored image would be none of its class;
     - `raw`: pixels in [0, 1].
 
-    With a `size`, images are brought to it before anything else: short side, then the centre square.
+    With a `size`, images are brought to it before anything else: short side, then the center square.
     """
 
     size: int | None = None
@@ -239,7 +239,7 @@ class Views:
     ) -> None:
         if len(mean) != len(std) or not all(s > 0 for s in std):
             raise ConfigError(
-                f"normalisation by mean {tuple(mean)} and std {tuple(std)}: expected as many of both, and every std > 0"
+                f"normalization by mean {tuple(mean)} and std {tuple(std)}: expected as many of both, and every std > 0"
             )
         if pad < 0 or brightness < 0:
             raise ConfigError(f"pad {pad} and brightness {brightness}: expected neither to be negative")
@@ -273,7 +273,7 @@ class Views:
             return self._strong(images, _needed(name, generator))
         if name == "flipped" and self.flip:
             images = images.flip(-1)
-        return normalise(to_float(images), self.mean, self.std)
+        return normalize(to_float(images), self.mean, self.std)
 
     def _train(self, images: Tensor, generator: Generator) -> Tensor:
         """Draws first, pixels after: the second half is one kernel inside a captured step."""
@@ -285,11 +285,11 @@ class Views:
 
     def _strong(self, images: Tensor, generator: Generator) -> Tensor:
         images = random_resized_crop(to_float(images), generator)
-        images = random_grey(images, 0.2, generator)
-        images = colour_jitter(images, 0.4, 0.4, 0.4, 0.4, generator)
+        images = random_gray(images, 0.2, generator)
+        images = color_jitter(images, 0.4, 0.4, 0.4, 0.4, generator)
         if self.flip:
             images = flip(images, generator)
-        return normalise(images, self.mean, self.std)
+        return normalize(images, self.mean, self.std)
 
 
 @fused
@@ -303,13 +303,13 @@ def _developed(
     std: Tensor,
     channels_last: bool,
 ) -> Tensor:
-    """`window`, `adjust_brightness` and `normalise` in one."""
+    """`window`, `adjust_brightness` and `normalize` in one."""
     if mirrored is None:
         mirrored = torch.zeros_like(top, dtype=torch.bool)
     seen = to_float(window(images, top, left, mirrored))
     if factor is not None:
         seen = adjust_brightness(seen, factor)
-    seen = normalise(seen, mean, std)
+    seen = normalize(seen, mean, std)
     return seen.contiguous(memory_format=torch.channels_last) if channels_last else seen
 
 

@@ -86,7 +86,7 @@ def check_names(config: RunConfig) -> None:
     for name in config.addons:
         if name in before:
             raise ConfigError(f"add-on {name!r} is named twice.")
-        reason = find_addon(name).refuses(method, before)
+        reason = find_addon(name).incompatibility(method, before)
         if reason:
             raise ConfigError(f"add-on {name!r} cannot go with {' + '.join([config.method, *before])}: {reason}")
         before.append(name)
@@ -95,7 +95,7 @@ def check_names(config: RunConfig) -> None:
         check_backbone(own.net)
     for name in config.addons:
         addon = find_addon(name)
-        reason = addon.refuses_options(config.options(name, addon.Options), method, own)
+        reason = addon.incompatible_options(config.options(name, addon.Options), method, own)
         if reason:
             raise ConfigError(f"add-on {name!r} cannot go with {config.method} so: {reason}")
 
@@ -134,8 +134,8 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
         engine = "graph" if device.type == "cuda" else "eager"
     if engine == "graph" and device.type != "cuda":
         raise ConfigError("engine=graph needs a CUDA device; use engine=auto or eager here.")
-    norms = dataset.normalisations
-    mean, std = norms.get(getattr(options, "normalisation", "default"), norms["default"])
+    norms = dataset.normalizations
+    mean, std = norms.get(getattr(options, "normalization", "default"), norms["default"])
     wanted = kind.input(options)
     if wanted is not None:
         mean, std = wanted.mean, wanted.std
@@ -194,7 +194,10 @@ def check_counts(
 def code_version(method: str) -> str:
     """A hash of the source files a base task depends on."""
     root = Path(incvec.__file__).parent
-    files = [root / name for name in ("contracts.py", "config.py", "fused.py", "atomic_files.py", "ivt/fisher.py", "ivt/names.py")]
+    files = [
+        root / name
+        for name in ("contracts.py", "config.py", "fused.py", "atomic_files.py", "ivt/fisher.py", "ivt/names.py")
+    ]
     for room in ("data", "nets", "engine"):
         files += sorted((root / room).rglob("*.py"))
     for ancestor in find_method(method).__mro__:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from incvec.engine.device_errors import account, free, is_full, relieve
-from incvec.engine.distributed import ALONE, Ranks
+from incvec.engine.device_errors import account, free, is_out_of_memory, release_idle_memory
+from incvec.engine.distributed import SINGLE_PROCESS, Ranks
 from incvec.engine.stage import StageLoop, capture
 from incvec.nets import kernels
 
@@ -16,14 +16,14 @@ Way = tuple[str, str]  # a stage's name, and an attempt at it
 ATTEMPTS = ("compiled and captured", "captured")
 
 
-def speed_up(
+def compile_and_capture(
     loop: StageLoop,
     live: Mapping[str, Tensor],
     quiet: Callable[[], None],
     renew: Callable[[], torch.Generator],
     failed: set[Way],
     crowded: Callable[[], bool] = lambda: False,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Iterator[str]:
     """Compile and capture the step; yields why, where it goes a slower way.
 
@@ -37,14 +37,14 @@ def speed_up(
     """
     attempts = [attempt for attempt in ATTEMPTS if (loop.stage.name, attempt) not in failed]
     freed = False
-    relieve(loop.world.device)
+    release_idle_memory(loop.world.device)
     while attempts:
         attempt, problem, full = attempts[0], "", False
         try:
             quiet()
             capture(loop, live, [loop.world.generator, loop.views_generator], compiled=attempt == ATTEMPTS[0])
         except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
-            full = is_full(error)
+            full = is_out_of_memory(error)
             if full and freed and crowded():
                 raise
             problem = f"{type(error).__name__}: {error}"

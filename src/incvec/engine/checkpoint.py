@@ -49,7 +49,7 @@ def live_tensors(
 
 
 def snapshot_of(parts: Parts) -> dict[str, Tensor]:
-    """A task's model, with what a run needs to begin there: no teacher, no optimiser."""
+    """A task's model, with what a run needs to begin there: no teacher, no optimizer."""
     tensors = live_tensors(parts, None, None, addons=False)
     found = {name: tensor for name, tensor in tensors.items() if not name.startswith("method/teacher.")}
     for addon in parts.addons:

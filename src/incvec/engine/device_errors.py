@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from incvec.errors import DeviceFull, TrainingError
+from incvec.errors import DeviceMemoryError, TrainingError
 
 FULL = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # as CUDA, cuDNN and the CPU's put it
 IDLE = 0.2  # of the device; to give memory back waits for all runs on it, so not for a little
@@ -20,10 +20,10 @@ ADVICE = (
 )
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether it is about a lack of device memory, or arose from that: compilers wrap what they meet."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | DeviceFull | MemoryError):
+        if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError | MemoryError):
             return True
         if isinstance(error, RuntimeError) and any(words in str(error) for words in FULL):
             return True
@@ -38,7 +38,7 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def relieve(device: torch.device) -> None:
+def release_idle_memory(device: torch.device) -> None:
     """Give back what captured steps that are gone have left, once it is much.
 
     Torch keeps it, beside what present steps need when they are replayed; so what counts is by how much that has grown
@@ -71,11 +71,11 @@ def explained(device: torch.device, where: str, advice: str = ADVICE) -> Iterato
     """Errors of the device become errors for the user, with what was being done and what may help."""
     try:
         yield
-    except DeviceFull:
+    except DeviceMemoryError:
         raise
     except Exception as error:
-        if is_full(error):
-            raise DeviceFull(f"the memory {account(device)} is full, {where}. {advice}") from error
+        if is_out_of_memory(error):
+            raise DeviceMemoryError(f"the memory {account(device)} is full, {where}. {advice}") from error
         if isinstance(error, torch.AcceleratorError):
             raise TrainingError(
                 f"{device} stopped working, {where}: {str(error).splitlines()[0]}. Nothing more can be done in this "
@@ -84,7 +84,7 @@ def explained(device: torch.device, where: str, advice: str = ADVICE) -> Iterato
         raise
 
 
-def gpu_trouble() -> str:
+def gpu_problem() -> str:
     """Why the GPU of this machine cannot be used, such as a driver that is too old; empty where there is none."""
     if torch.version.cuda is None or torch.cuda.is_available():
         return ""

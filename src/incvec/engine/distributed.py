@@ -26,7 +26,7 @@ from incvec.engine.build import pick_device
 from incvec.errors import ConfigError
 from incvec.nets.resnet import Norm
 
-PATIENCE = timedelta(hours=2)  # the others wait while the first one decodes a data set
+INIT_TIMEOUT = timedelta(hours=2)  # the others wait while the first one decodes a data set
 
 LEFT = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # as gloo puts it
 
@@ -42,7 +42,7 @@ class Ranks:
     device: torch.device | None = None
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether it is the one that writes and prints."""
         return self.rank == 0
 
@@ -58,8 +58,8 @@ class Ranks:
 
     def check(self, stages: Iterable[Stage]) -> None:
         """Before anything is trained: each rank takes an equal part of every batch. The first one says so for all."""
-        for stage in stages if self.is_first else ():
-            if stage.optimiser is not None and stage.batch_size % self.size:
+        for stage in stages if self.is_main else ():
+            if stage.optimizer is not None and stage.batch_size % self.size:
                 raise ConfigError(
                     f"stage {stage.name!r} of {stage.owner or 'the method'} has batches of {stage.batch_size}, which "
                     f"{self.size} ranks cannot share equally. Choose a batch size that divides by {self.size}."
@@ -115,20 +115,20 @@ class Ranks:
     @contextmanager
     def first_goes_first(self) -> Iterator[None]:
         """The first rank does this alone, the others once it is done: a download, say, that they then find."""
-        if not self.is_first:
+        if not self.is_main:
             self.wait()
         yield
-        if self.is_first:
+        if self.is_main:
             self.wait()
 
     # BatchNorm ------------------------------------------------------------------------------------------
 
-    def set_norms(self, module: nn.Module, synchronised: bool) -> None:
+    def set_norms(self, module: nn.Module, synchronized: bool) -> None:
         """Let every `Norm` below take its statistics over all ranks, or over its own batch again."""
         if self.size > 1:
             for norm in module.modules():
                 if isinstance(norm, Norm):
-                    norm.__class__ = SyncNorm if synchronised else Norm
+                    norm.__class__ = SyncNorm if synchronized else Norm
 
     def average_statistics(self, module: nn.Module) -> None:
         """Mean running statistics over the ranks, where each has kept its own."""
@@ -143,25 +143,25 @@ class Ranks:
             dist.destroy_process_group()
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether this process was started by torchrun as one of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def prints() -> bool:
+def is_main_process() -> bool:
     """Whether this process is the one that shows how the run goes on."""
-    return not several() or os.environ["RANK"] == "0"
+    return not is_distributed() or os.environ["RANK"] == "0"
 
 
-def is_left(error: BaseException) -> bool:
+def is_peer_failure(error: BaseException) -> bool:
     """Whether this rank fails only since another one has ended, which says why."""
-    return several() and isinstance(error, RuntimeError) and any(words in str(error) for words in LEFT)
+    return is_distributed() and isinstance(error, RuntimeError) and any(words in str(error) for words in LEFT)
 
 
-def leave() -> NoReturn:
+def abort() -> NoReturn:
     """End this process at once, past the orderly way out, on which gloo may trip over a peer that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -173,8 +173,8 @@ def start(device: str) -> Ranks:
 
     They talk by NCCL where each has a GPU of its own, else by gloo: on CPUs, or where a GPU was named for all.
     """
-    if not several():
-        return ALONE
+    if not is_distributed():
+        return SINGLE_PROCESS
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_RANK", rank))
     place = pick_device(device, local)
@@ -184,7 +184,7 @@ def start(device: str) -> Ranks:
     backend = "nccl" if own else "gloo"
     try:
         dist.init_process_group(
-            backend, rank=rank, world_size=size, timeout=PATIENCE, device_id=place if own else None
+            backend, rank=rank, world_size=size, timeout=INIT_TIMEOUT, device_id=place if own else None
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
@@ -194,7 +194,7 @@ def start(device: str) -> Ranks:
     return Ranks(rank, size, local, backend, place)
 
 
-# Synchronised BatchNorm -----------------------------------------------------------------------------------
+# Synchronized BatchNorm -----------------------------------------------------------------------------------
 
 
 class _Sum(torch.autograd.Function):

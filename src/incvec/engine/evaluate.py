@@ -11,7 +11,7 @@ from torch import Tensor
 from incvec.contracts import AddOn, Method, Source, Task, World
 from incvec.data.gaussians import FeatureSource
 from incvec.data.source import chunk
-from incvec.engine.distributed import ALONE, Ranks
+from incvec.engine.distributed import SINGLE_PROCESS, Ranks
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def correct_by_class(
     test: Source,
     rows: Tensor,
     task: Task,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     kept: list[Tensor] | None = None,
 ) -> dict[str, list[int]]:
     """How many test rows of each class seen are classified right, by classifier.

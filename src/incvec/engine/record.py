@@ -9,7 +9,7 @@ from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.engine.build import Parts
-from incvec.metrics import counts_by_task, matrix_from_counts, summarise
+from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
 
@@ -66,7 +66,7 @@ def make_record(
     classifiers: dict[str, dict[str, Any]] = {}
     for name, correct in progress.correct.items():
         matrix = accuracy_matrix(progress, parts, name)
-        metrics = summarise(matrix, by_task, correct_by_class=correct, class_counts=by_class)
+        metrics = summarize(matrix, by_task, correct_by_class=correct, class_counts=by_class)
         classifiers[name] = {"accuracy": matrix, "metrics": metrics}
     first = next(iter(classifiers.values()))
     settings = config.resolved()

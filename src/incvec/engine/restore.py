@@ -17,7 +17,7 @@ from incvec.engine.build import Parts
 from incvec.engine.seeds import derive
 from incvec.errors import CheckpointError
 
-Rooms = dict[str, dict[str, Tensor]]
+Namespaces = dict[str, dict[str, Tensor]]
 
 
 def grow(parts: Parts, task: Task, seed: int) -> None:
@@ -29,16 +29,16 @@ def grow(parts: Parts, task: Task, seed: int) -> None:
 
 def restore(
     parts: Parts, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], seed: int, addons: bool = True
-) -> Rooms:
+) -> Namespaces:
     """Grow the structure the file was written with, then fill in the values; returns all tensors by room."""
     for task in parts.tasks[: meta["grown"] + 1]:
         grow(parts, task, seed)
-    rooms = by_room(tensors)
+    rooms = by_namespace(tensors)
     method, device = parts.method, parts.world.device
     fill(method.name, method.state_dict(keep_vars=False), rooms.get("method", {}))
     method.store = {name: t.to(device, copy=True) for name, t in rooms.get("store", {}).items()}
     if addons:
-        states = by_room(rooms.get("addon", {}))
+        states = by_namespace(rooms.get("addon", {}))
         for addon in parts.addons:
             own = states.get(addon.name, {})
             addon.load_state({name: tensor.to(device, copy=True) for name, tensor in own.items()})
@@ -46,9 +46,9 @@ def restore(
     return rooms
 
 
-def by_room(tensors: Mapping[str, Tensor]) -> Rooms:
+def by_namespace(tensors: Mapping[str, Tensor]) -> Namespaces:
     """`room/rest` becomes `[room][rest]`."""
-    rooms: Rooms = {}
+    rooms: Namespaces = {}
     for name, tensor in tensors.items():
         room, _, rest = name.partition("/")
         rooms.setdefault(room, {})[rest] = tensor

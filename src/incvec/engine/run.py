@@ -19,15 +19,15 @@ from torch import Tensor
 
 from incvec.atomic_files import read_meta, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.config import RunConfig
-from incvec.contracts import Stage, Task, no_look
+from incvec.contracts import Stage, Task, no_probe
 from incvec.data import Dataset
 from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.build import Parts, build, pick_device
-from incvec.engine.capture import Way, speed_up
+from incvec.engine.capture import Way, compile_and_capture
 from incvec.engine.checkpoint import Position, Saver
-from incvec.engine.device_errors import explained, gpu_trouble
-from incvec.engine.distributed import ALONE, Ranks
+from incvec.engine.device_errors import explained, gpu_problem
+from incvec.engine.distributed import SINGLE_PROCESS, Ranks
 from incvec.engine.estimate import Estimate
 from incvec.engine.evaluate import correct_by_class, deployed
 from incvec.engine.losses import History, check_weights, fetch_history, read_terms
@@ -47,7 +47,7 @@ class Run:
     """One method, its add-ons, one data set, one seed, in one folder."""
 
     def __init__(
-        self, config: RunConfig, dataset: Dataset, out: Path, bases: Path | None = None, ranks: Ranks = ALONE
+        self, config: RunConfig, dataset: Dataset, out: Path, bases: Path | None = None, ranks: Ranks = SINGLE_PROCESS
     ) -> None:
         self.config, self.dataset, self.out, self.bases, self.ranks = config, dataset, out, bases, ranks
         self.name = " + ".join([config.method, *config.addons]) + (" oracle" if config.oracle else "")
@@ -140,7 +140,7 @@ class Run:
                 yield from self._task(self.parts.tasks[self.position[0]])
             record = make_record(self.config, self.dataset, self.parts, self.progress, self._seconds())
             self._saver.wait()
-            if self.ranks.is_first:
+            if self.ranks.is_main:
                 write_bytes(self.record_path, (json.dumps(record, indent=1) + "\n").encode())
                 self.checkpoint_path.unlink(missing_ok=True)
             self.ranks.wait()
@@ -154,7 +154,7 @@ class Run:
             self._lock.release()
 
     def _take_folder(self) -> None:
-        if self.ranks.is_first and not self._lock.acquire():
+        if self.ranks.is_main and not self._lock.acquire():
             raise Busy(f"another process is at work in {self.out}. Wait for it, or choose another --out.")
 
     def _build(self) -> None:
@@ -177,9 +177,9 @@ class Run:
         self.ranks.wait()
 
     def _drop_loop(self) -> None:
-        """With all that hangs on it: a captured graph's memory, the optimiser's state."""
+        """With all that hangs on it: a captured graph's memory, the optimizer's state."""
         if self.loop is not None:
-            self.loop.world.look = no_look
+            self.loop.world.probe = no_probe
             self.loop = None
 
     def _settle(self, **more: Tensor) -> None:
@@ -189,7 +189,7 @@ class Run:
             self.ranks.broadcast({**method.state_dict(keep_vars=False), **method.store, **more})
 
     def _resume(self) -> str | None:
-        if self.ranks.is_first:
+        if self.ranks.is_main:
             sweep_temporaries(self.out, "*.safetensors", "record.json")
             sweep_temporaries(self.out / "snapshots", "*.safetensors")
         if self.checkpoint_path.exists():
@@ -205,7 +205,7 @@ class Run:
             shared = checkpoints.is_own_base(self.config, self.parts, meta)
             self.progress.base = {"snapshot": self.config.start, "code": meta["code"], "shared": shared}
             own = self.snapshot_path(meta["grown"])  # the lab looks for a run's beginning among its own
-            if self.ranks.is_first and self.config.snapshots and not own.exists():
+            if self.ranks.is_main and self.config.snapshots and not own.exists():
                 write_tensors(own, tensors, checkpoints.taken_over(self.config, meta))
             return f"snapshot {self.config.start}"
         return None
@@ -214,7 +214,7 @@ class Run:
         """What is to be said before anything is trained."""
         if self._later_notice:
             yield self._later_notice
-        if self.config.device == "auto" and (trouble := gpu_trouble()):
+        if self.config.device == "auto" and (trouble := gpu_problem()):
             yield f"training on the CPU, since the GPU cannot be used: {trouble}"
         net = None if self.parts.method.pretrained else getattr(self.parts.method.options, "net", None)
         side = self.parts.world.image_shape[-1]
@@ -236,7 +236,7 @@ class Run:
         if self.bases is None or self.position > (0, own, 0):
             return
         self.base = BaseFile(self.bases, base_key(self.config, self.dataset, self.parts, self.ranks))
-        while not self.ranks.agree(self.ranks.is_first and self.base.acquire()):
+        while not self.ranks.agree(self.ranks.is_main and self.base.acquire()):
             if self.position == (0, 0, 0) and self.ranks.size == 1:
                 self._lock.release()
             yield ev.Tick(waiting=True, blocked=True)
@@ -248,7 +248,7 @@ class Run:
             self._join()
             yield from self._reach_base()
             return
-        if self.ranks.is_first:
+        if self.ranks.is_main:
             sweep_temporaries(self.bases, self.base.file.name)
         if self.ranks.agree(self.base.exists()) and self.position == (0, 0, 0):
             tensors, meta = read_tensors(self.base.file)
@@ -296,7 +296,7 @@ class Run:
         self._reseed(task.index, "end_task")
         method.end_task(task)
         self._settle()
-        self.progress.facts.append({addon.name: addon.facts() for addon in addons})
+        self.progress.facts.append({addon.name: addon.statistics() for addon in addons})
         self.progress.task_seconds.append(round(time.monotonic() - began, 3))  # of this life, without evaluation
         yield from self._evaluate(task)
         if task.index == 0:
@@ -305,7 +305,7 @@ class Run:
         yield self._save()
 
     def _publish_base(self) -> Iterator[ev.Event]:
-        if self.base is not None and self.ranks.is_first and not self.base.exists():
+        if self.base is not None and self.ranks.is_main and not self.base.exists():
             began = time.monotonic()
             write_tensors(self.base.file, self._tensors(addons=False), self._meta("base"))
             yield ev.Saved(str(self.base.file), time.monotonic() - began)
@@ -320,11 +320,11 @@ class Run:
             method.begin_evaluation(task)
             self._settle()
             rows = self.parts.test.rows_of(0, task.n_seen)
-            known = self._encoded if method.rests and not self.parts.addons else None  # add-ons may move what rests
+            known = self._encoded if method.frozen_encoder and not self.parts.addons else None  # add-ons may move it
             found = correct_by_class(method, self.parts.world, self.parts.test, rows, task, self.ranks, known)
             for name, counts in found.items():
                 self.progress.correct.setdefault(name, []).append(counts)
-            if self.ranks.is_first and self.config.snapshots:
+            if self.ranks.is_main and self.config.snapshots:
                 trained = {f"trained/{name}": weight for name, weight in kept.items()}  # where training goes on from
                 snapshot = {**checkpoints.snapshot_of(self.parts), **trained}
                 write_tensors(self.snapshot_path(task.index), snapshot, self._meta("snapshot", (task.index + 1, 0, 0)))
@@ -351,7 +351,7 @@ class Run:
             self._settle(rows=rows)
             self.loop = self._make_loop(task, stage, rows)
         loop = self.loop
-        parts.world.look = loop.look
+        parts.world.probe = loop.probe
         loop.set_mode(self.config.sync_batchnorm)
         lane = (f"rank {self.ranks.rank} of {self.ranks.size}",) if loop.sharded else ()  # its samples, its draws
         log = self.progress.losses_of(task, stage)
@@ -376,9 +376,9 @@ class Run:
                 yield ev.Tick()
             self.ranks.average_statistics(parts.method)
             for addon in listeners:
-                addon.end_epoch(task, stage, epoch + 1, loop.optimiser)
-            if loop.looked:  # weights were made from what each rank saw
-                loop.looked = False
+                addon.end_epoch(task, stage, epoch + 1, loop.optimizer)
+            if loop.probed:  # weights were made from what each rank saw
+                loop.probed = False
                 self._settle()
             current = fetch_history(loop, self.ranks, epoch)
             if pending is not None:
@@ -430,7 +430,7 @@ class Run:
             addon.begin_epoch(self.parts.method.task, loop.stage, self.position[2] + 1)
         live = {**self._tensors(addons=False), **loop.parameters}
         quiet, renew = self._saver.wait, self._new_generators
-        for text in speed_up(loop, live, quiet, renew, self._slower, self.crowded, self.ranks):
+        for text in compile_and_capture(loop, live, quiet, renew, self._slower, self.crowded, self.ranks):
             self.progress.note(text)
             yield ev.Notice(text)
 
@@ -478,10 +478,10 @@ class Run:
         return f"the last good checkpoint is {self.checkpoint_path}" if known else "nothing had been saved yet"
 
     def _save_due(self) -> bool:
-        return self.ranks.is_first and self._saver.due()
+        return self.ranks.is_main and self._saver.due()
 
     def _save(self) -> ev.Saved:
-        if not self.ranks.is_first:
+        if not self.ranks.is_main:
             return ev.Saved(str(self.checkpoint_path), 0.0)
         return self._saver.save(self._tensors(), self._meta("checkpoint"))
 

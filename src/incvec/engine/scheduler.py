@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from incvec.engine import events as ev
 from incvec.engine.device_errors import free
 from incvec.engine.run import Run
-from incvec.errors import Busy, DeviceFull
+from incvec.errors import Busy, DeviceMemoryError
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Failed(ev.Event):
     error: Exception
 
 
-def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int, ev.Event], None, None]:
+def run_concurrently(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int, ev.Event], None, None]:
     """Turn the runs, at most `at_once` of them at work at a time; yields each event with its run's number.
 
     A run that waits for a base which another one trains takes no place. One that finds the device's memory full
@@ -59,7 +59,7 @@ def turn(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int
                     del active[number], events
                     blocked.discard(number)
                     working = len(active) - len(blocked)
-                    if isinstance(error, DeviceFull) and working:  # blocked runs will not give theirs back
+                    if isinstance(error, DeviceMemoryError) and working:  # blocked runs will not give theirs back
                         queue.append(number)
                         at_once = min(at_once, working)
                         del error

@@ -17,11 +17,11 @@ from incvec.config import RunConfig, digest
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.engine.build import Parts, code_version
-from incvec.engine.distributed import ALONE, Ranks
+from incvec.engine.distributed import SINGLE_PROCESS, Ranks
 from incvec.errors import CheckpointError
 
 
-def base_key(config: RunConfig, dataset: Dataset, parts: Parts, ranks: Ranks = ALONE) -> str:
+def base_key(config: RunConfig, dataset: Dataset, parts: Parts, ranks: Ranks = SINGLE_PROCESS) -> str:
     """Everything that decides the base task's weights."""
     task: Task = parts.tasks[0]
     method: Method = parts.method

@@ -1,8 +1,8 @@
 """One stage's training: a step as a function of device tensors, run eagerly or replayed as a CUDA graph.
 
 The step reads everything from pre-allocated tensors (the epoch's order, a cursor, the learning rates) and
-writes everything into such (weights, optimiser state, Fisher sums, the history of loss terms), so that an
-epoch is queued without a host synchronisation and its history is read once, after the next one is queued.
+writes everything into such (weights, optimizer state, Fisher sums, the history of loss terms), so that an
+epoch is queued without a host synchronization and its history is read once, after the next one is queued.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from incvec.contracts import AddOn, Method, Stage, World
 from incvec.data import Streamed
-from incvec.engine.distributed import ALONE, Ranks
+from incvec.engine.distributed import SINGLE_PROCESS, Ranks
 from incvec.errors import ConfigError, TrainingError
 from incvec.fused import fusing
 from incvec.ivt.fisher import BatchFisher
 
 WARMUP_STEPS = 2
 TICK = 16  # steps queued before other runs get a turn
-LOOK_BYTES = 1 << 28  # of images at most, as float32 at the stored size, or one batch: two of 128 at 256 x 256
+PROBE_BYTES = 1 << 28  # of images at most, as float32 at the stored size, or one batch: two of 128 at 256 x 256
 
 
 def select_parameters(stage: Stage, method: Method, addons: Sequence[AddOn]) -> list[dict[str, nn.Parameter]]:
@@ -56,9 +56,9 @@ def check_rates(stages: Iterable[Stage], method: str) -> None:
                 )
 
 
-def make_optimiser(stage: Stage, groups: list[dict[str, nn.Parameter]], device: torch.device) -> torch.optim.Optimizer:
-    """A torch optimiser whose state exists from the start and whose rates are tensors, so a graph can hold it."""
-    settings = stage.optimiser
+def make_optimizer(stage: Stage, groups: list[dict[str, nn.Parameter]], device: torch.device) -> torch.optim.Optimizer:
+    """A torch optimizer whose state exists from the start and whose rates are tensors, so a graph can hold it."""
+    settings = stage.optimizer
     assert settings is not None
     lists = [
         {
@@ -69,21 +69,21 @@ def make_optimiser(stage: Stage, groups: list[dict[str, nn.Parameter]], device: 
         for group, own in zip(stage.groups, groups, strict=True)
         if own
     ]
-    optimiser: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     if settings.kind == "sgd":
-        optimiser = torch.optim.SGD(
+        optimizer = torch.optim.SGD(
             lists, lr=torch.tensor(0.0, device=device), momentum=settings.momentum,
             nesterov=settings.nesterov, fused=True,
         )  # fmt: skip
     else:
         kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
         rate = torch.tensor(0.0, device=device)
-        optimiser = kind(
+        optimizer = kind(
             lists, lr=rate, betas=settings.betas, eps=settings.eps, fused=True, capturable=device.type == "cuda"
         )
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimiser.state[parameter]
+            state = optimizer.state[parameter]
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             if settings.kind == "sgd":
                 if settings.momentum:
@@ -91,7 +91,7 @@ def make_optimiser(stage: Stage, groups: list[dict[str, nn.Parameter]], device: 
             else:
                 state["step"] = torch.zeros((), device=device)
                 state["exp_avg"], state["exp_avg_sq"] = zeros, zeros.clone()
-    return optimiser
+    return optimizer
 
 
 class StageLoop:
@@ -105,12 +105,12 @@ class StageLoop:
         stage: Stage,
         rows: Tensor,
         views_generator: torch.Generator,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self.method, self.addons, self.world, self.stage = method, addons, world, stage
         self.ranks = ranks
         # A measuring pass sums up what it sees, in places of its own: every rank makes the whole of it.
-        self.sharded = stage.optimiser is not None and ranks.size > 1
+        self.sharded = stage.optimizer is not None and ranks.size > 1
         self.rows = rows
         self.batch = min(stage.batch_size, len(rows))
         if self.sharded:
@@ -124,7 +124,7 @@ class StageLoop:
         device = world.device
         self.groups = select_parameters(stage, method, addons)
         self.parameters = {name: p for own in self.groups for name, p in own.items()}
-        self.optimiser = make_optimiser(stage, self.groups, device) if stage.optimiser else None
+        self.optimizer = make_optimizer(stage, self.groups, device) if stage.optimizer else None
         self.base_rates = [group.lr for group, own in zip(stage.groups, self.groups, strict=True) if own]
         self.factors = stage.schedule.factors(stage.epochs, self.steps)
         self.rates = self.factors[: self.steps].to(device)
@@ -133,21 +133,21 @@ class StageLoop:
         self.streamed = source if isinstance(source, Streamed) else None
         self.fetch = source.fetch if self.streamed is None else self.streamed.staged
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
-        self.lanes = torch.arange(self.batch, device=device)
+        self.rank_indices = torch.arange(self.batch, device=device)
         if self.sharded:
-            self.lanes = self.lanes[ranks.slice(self.batch)]
+            self.rank_indices = self.rank_indices[ranks.slice(self.batch)]
         self.terms: list[str] = []
         self.history = torch.zeros(0, device=device)
         self.loss: Callable[..., Mapping[str, Tensor]] = stage.loss or method.loss
         self.replay: Callable[[], None] | None = None
-        self.looked = False  # since the engine last asked
-        self.synchronised = False  # BatchNorm over the ranks
+        self.probed = False  # since the engine last asked
+        self.synchronized = False  # BatchNorm over the ranks
 
     # The step -------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Fetch, forward, backward, transform, add-ons, optimiser: static tensor code throughout."""
-        rows = self.order.index_select(0, self.cursor * self.batch + self.lanes)
+        """Fetch, forward, backward, transform, add-ons, optimizer: static tensor code throughout."""
+        rows = self.order.index_select(0, self.cursor * self.batch + self.rank_indices)
         batch = self.fetch(rows, self.views_generator, self.stage.views)
         with torch.set_grad_enabled(bool(self.parameters)), self.world.autocast():
             terms = self.loss(batch)
@@ -159,7 +159,7 @@ class StageLoop:
             self._check_reached(gradients)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 if gradient is not None and gradient.stride() != parameter.stride():
-                    gradient = torch.empty_like(parameter).copy_(gradient)  # fused optimisers want one layout
+                    gradient = torch.empty_like(parameter).copy_(gradient)  # fused optimizers want one layout
                 parameter.grad = gradient
             self.ranks.reduce_gradients(parameters)
             self.method.gradients(self.parameters)
@@ -167,10 +167,10 @@ class StageLoop:
                 self.fisher.accumulate(self.parameters.items())  # zeroed as each epoch begins
             for addon in self.addons:
                 addon.gradients(self.stage, self.parameters)
-            if self.optimiser is not None:
+            if self.optimizer is not None:
                 if self.stage.schedule.by == "step":
                     self._set_rates(self.rates.index_select(0, self.cursor[None]))
-                self.optimiser.step()
+                self.optimizer.step()
             for parameter in parameters:
                 parameter.grad = None
         self.cursor += 1
@@ -192,8 +192,8 @@ class StageLoop:
         self.history.index_copy_(0, self.cursor[None], row[None])
 
     def _set_rates(self, factor: Tensor) -> None:
-        assert self.optimiser is not None
-        for group, base in zip(self.optimiser.param_groups, self.base_rates, strict=True):
+        assert self.optimizer is not None
+        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"].copy_((factor * base).squeeze())
 
     # Epochs ---------------------------------------------------------------------------------------------
@@ -204,12 +204,12 @@ class StageLoop:
         self.order.copy_(self.rows[shuffled[: len(self.order)]])
         self.cursor.zero_()
         if self.streamed is not None:
-            self.streamed.ahead(self.order.view(self.steps, self.batch)[:, self.lanes])
+            self.streamed.ahead(self.order.view(self.steps, self.batch)[:, self.rank_indices])
         factors = self.factors[epoch * self.steps : (epoch + 1) * self.steps]
         if self.stage.schedule.by == "step":
             self.rates.copy_(factors)
-        elif self.optimiser is not None:
-            for group, base in zip(self.optimiser.param_groups, self.base_rates, strict=True):
+        elif self.optimizer is not None:
+            for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
                 group["lr"].fill_(float(factors[0]) * base)
 
     def epoch(self) -> Iterator[None]:
@@ -223,24 +223,24 @@ class StageLoop:
                 yield None
 
     @torch.no_grad()
-    def look(self, batches: int) -> None:
-        """See `World.look`. An epoch begins by seeding its own draws. In full precision, since weights come of it."""
+    def probe(self, batches: int) -> None:
+        """See `World.probe`. An epoch begins by seeding its own draws. In full precision, since weights come of it."""
         source, views = self.world.sources[self.stage.source], torch.Generator(self.world.device)
         views.manual_seed(0)
         self.world.generator.manual_seed(0)
-        self.looked = True
+        self.probed = True
         self.ranks.set_norms(self.method, False)  # each rank has the whole batch
         try:
-            most = LOOK_BYTES // (4 * math.prod(source.row) * self.batch)
+            most = PROBE_BYTES // (4 * math.prod(source.row) * self.batch)
             self.loss(source.fetch(self.order[: max(1, min(batches, most)) * self.batch], views, self.stage.views))
         finally:
-            self.ranks.set_norms(self.method, self.synchronised)
+            self.ranks.set_norms(self.method, self.synchronized)
 
-    def set_mode(self, synchronised: bool = True) -> None:
+    def set_mode(self, synchronized: bool = True) -> None:
         """Train mode as the stage asks for it; BatchNorm over all ranks where each has but a part of the batch."""
         self.method.train()
-        self.synchronised = synchronised and self.sharded
-        self.ranks.set_norms(self.method, self.synchronised)
+        self.synchronized = synchronized and self.sharded
+        self.ranks.set_norms(self.method, self.synchronized)
         if self.stage.batchnorm == "frozen":
             for module in self.method.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -249,12 +249,12 @@ class StageLoop:
     # State ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """The optimiser's tensors by parameter name, and the rows."""
+        """The optimizer's tensors by parameter name, and the rows."""
         found = {"rows": self.rows}
-        if self.optimiser is not None:
+        if self.optimizer is not None:
             for name, parameter in self.parameters.items():
-                for key, value in self.optimiser.state[parameter].items():
-                    found[f"optimiser/{name}/{key}"] = value
+                for key, value in self.optimizer.state[parameter].items():
+                    found[f"optimizer/{name}/{key}"] = value
         return found
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -273,7 +273,7 @@ def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[to
     """Turn the loop's step into one CUDA graph.
 
     Warm-up steps really run (they compile kernels and choose algorithms) and change weights, statistics and
-    optimiser state, so everything in `live` is put back afterwards, also where a step fails; the capture itself
+    optimizer state, so everything in `live` is put back afterwards, also where a step fails; the capture itself
     executes nothing.
     """
     saved = copies(live.values())

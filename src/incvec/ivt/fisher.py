@@ -2,7 +2,7 @@
 
 | estimator | F | needs | cost |
 |---|---|---|---|
-| `batch` | mean over optimiser steps of g_i^2, g_i the gradient of the batch's mean loss (Algorithm 1) | `.grad` | one fused pass over the gradients |
+| `batch` | mean over optimizer steps of g_i^2, g_i the gradient of the batch's mean loss (Algorithm 1) | `.grad` | one fused pass over the gradients |
 | `sample` | mean over samples of (grad of the sample's loss)^2 (eq. 11 read to the letter) | the loss | a further forward and backward, gradients for each sample |
 | `sampled` | the same with a label drawn from the model's own prediction | the logits | two forwards and one backward, gradients for each sample |
 | `exact` | its expectation over all labels, sum_c p_c (grad log p_c)^2: the Fisher information itself | the logits | one forward and a backward for each class |
@@ -55,7 +55,7 @@ class BatchFisher:
 
     Buffers exist before the first step and are only written in place by `accumulate`, which reads nothing back
     to the host: a captured CUDA graph can hold it. There is one step counter on the device for each set of
-    parameters that has stepped together, so optimisers that step apart are averaged apart; a parameter's
+    parameters that has stepped together, so optimizers that step apart are averaged apart; a parameter's
     count is the sum over the sets it belongs to.
     """
 
@@ -113,7 +113,7 @@ class BatchFisher:
     ) -> None:
         """Add the squares of the parameters' `.grad` and count one step; a missing gradient counts as zero.
 
-        grad_scale and found_inf are what a GradScaler hands a fused optimiser: gradients are divided by the
+        grad_scale and found_inf are what a GradScaler hands a fused optimizer: gradients are divided by the
         scale, and a step that found infinities is skipped, both on the device. Such a step's gradients are
         replaced by zeros, not multiplied by them: 0 * inf is not a number.
         """

@@ -91,7 +91,7 @@ class IVT:
         self._task = 0
         self._epoch = 0
         self._in_task = False
-        self._finalised = False  # F holds means of an epoch, no longer sums
+        self._finalized = False  # F holds means of an epoch, no longer sums
         self._stepless = False  # since the last end_epoch()
         self._statistics: list[tuple[str, int, Tensor]] = []
         self.attach(*optimizers)
@@ -155,7 +155,7 @@ class IVT:
 
     @torch.no_grad()
     def begin_task(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Anchor the parameters as they are now: call it once the model has grown and been initialised.
+        """Anchor the parameters as they are now: call it once the model has grown and been initialized.
 
         optimizer: this task's optimizer or optimizers, in place of those known so far. Without any, all
         parameters that require gradients are the task's, and the host calls `accumulate`.
@@ -197,7 +197,7 @@ class IVT:
         self._task += 1
         self._epoch = 0
         self._in_task = True
-        self._finalised = self._stepless = False
+        self._finalized = self._stepless = False
 
     def _admit(self, parameters: Mapping[str, Tensor]) -> None:
         self._fisher.allocate(parameters)
@@ -223,10 +223,10 @@ class IVT:
         """
         self._require_task("begin_epoch()")
         self._fisher.zero_()
-        self._finalised = self._stepless = False
+        self._finalized = self._stepless = False
 
     def _open_epoch(self) -> None:
-        if self._finalised:
+        if self._finalized:
             if any(capturing(total) for total in self._fisher.sums.values()):
                 raise RuntimeError("call begin_epoch() before capturing, or every replay would zero the sums")
             self.begin_epoch()
@@ -260,7 +260,7 @@ class IVT:
         that was frozen when the task began joins with its present value as its anchor.
 
         Capturable in a CUDA graph after one call outside it with the same parameters: in-place operations on
-        existing buffers, no synchronisation. grad_scale, found_inf: see `BatchFisher.accumulate`.
+        existing buffers, no synchronization. grad_scale, found_inf: see `BatchFisher.accumulate`.
         """
         self._require_task("accumulate()")
         if self.kind != "batch":
@@ -307,10 +307,10 @@ class IVT:
         )  # fmt: skip
         self._fisher.add(squares, count)
 
-    def _finalise(self) -> None:
-        if not self._finalised:
+    def _finalize(self) -> None:
+        if not self._finalized:
             self._fisher.mean_()
-            self._finalised = True
+            self._finalized = True
 
     def end_epoch(self) -> bool:
         """F_t of this epoch; every interval-th epoch of tasks 2, 3, ... teleports. Returns whether it did."""
@@ -321,7 +321,7 @@ class IVT:
                 "If the model was trained, IVT is not listening to the optimizer that steps",
                 stacklevel=2,
             )
-        self._finalise()
+        self._finalize()
         self._stepless = True
         self._epoch += 1
         if self.interval is None or self._epoch % self.interval:
@@ -340,7 +340,7 @@ class IVT:
         which are the units of `report` then.
         """
         self._require_task("teleport()")
-        self._finalise()
+        self._finalize()
         anchor = {**self._anchor, **(towards or {})}
         current = float_parameters(self._model)
         known = [name for name in self._cumulative if name in self._fisher.seen and name in current]
@@ -392,13 +392,13 @@ class IVT:
                 raise ValueError(f"F of {name!r} must have shape {tuple(shape)}, got {tuple(value.shape)}")
         self._admit({name: self._parameters[name] for name in fisher if name not in self._anchor})
         self._fisher.restore(fisher, [1.0] * len(fisher))
-        self._finalised = True
+        self._finalized = True
 
     @torch.no_grad()
     def end_task(self) -> None:
         """Fbar_t = Fbar_{t-1} + F_t. Waits for the device once, to see that there were steps at all."""
         self._require_task("end_task()")
-        self._finalise()
+        self._finalize()
         if not any(self._fisher.counts().values()):
             raise RuntimeError(
                 f"task {self._task} ends without a step that IVT has seen. Give begin_task(optimizer=...) the "
@@ -414,7 +414,7 @@ class IVT:
                 past.add_(fresh.to(past.device))
         self._anchor = {}
         self._fisher = BatchFisher({})
-        self._in_task = self._finalised = False
+        self._in_task = self._finalized = False
 
     # Looking back, saving, going on
 
@@ -430,7 +430,7 @@ class IVT:
                 task=self._task,
                 epoch=self._epoch,
                 in_task=self._in_task,
-                epoch_finalised=self._finalised,
+                epoch_finalized=self._finalized,
                 anchor=self._anchor,
                 cumulative=self._cumulative,
                 fisher=fisher,
@@ -455,8 +455,8 @@ class IVT:
         self._fisher.allocate({name: self._parameters[name] for name in self._anchor})
         self._fisher.restore(saved.fisher, saved.steps.tolist())
         self._task, self._epoch = saved.task, saved.epoch
-        self._in_task, self._finalised = saved.in_task, saved.epoch_finalised
-        self._stepless = saved.epoch_finalised  # an epoch had ended: nothing has stepped since
+        self._in_task, self._finalized = saved.in_task, saved.epoch_finalized
+        self._stepless = saved.epoch_finalized  # an epoch had ended: nothing has stepped since
         self._statistics = []
 
     def _stored(self, name: str, value: Tensor, present: Mapping[str, Tensor]) -> Tensor:

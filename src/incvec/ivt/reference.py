@@ -20,7 +20,7 @@ Theta = dict[str, Tensor]
 class ReferenceTask:
     """A task as Algorithm 1 sees it."""
 
-    initialise: Callable[[Theta], Theta]  # theta_t^(1) from theta_{t-1}: grown, new rows initialised
+    initialize: Callable[[Theta], Theta]  # theta_t^(1) from theta_{t-1}: grown, new rows initialized
     epochs: Sequence[Sequence[Any]]  # the mini-batches of each epoch
     gradient: Callable[[Theta, Any], Theta]  # g_i, the mini-batch's mean gradient
     update: Callable[[Theta, Theta], Theta]  # CILMethod(theta, g_i)
@@ -44,7 +44,7 @@ def increment_vector_transformation(
     current = _double(theta)
     cumulative: Theta = {}
     for t, task in enumerate(tasks, start=1):
-        current = _double(task.initialise(current))
+        current = _double(task.initialize(current))
         anchor = _double(current)
         before = {name: _padded(cumulative.get(name), value) for name, value in current.items()}
         fisher = {name: torch.zeros_like(value) for name, value in current.items()}

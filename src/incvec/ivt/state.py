@@ -11,7 +11,7 @@ from torch import Tensor
 from .names import fisher_shape
 
 _PARTS = ("anchor", "cumulative", "fisher")
-_COUNTERS = ("task", "epoch", "in_task", "epoch_finalised")
+_COUNTERS = ("task", "epoch", "in_task", "epoch_finalized")
 
 
 @dataclass
@@ -21,7 +21,7 @@ class State:
     task: int = 0
     epoch: int = 0
     in_task: bool = False
-    epoch_finalised: bool = False
+    epoch_finalized: bool = False
     anchor: Mapping[str, Tensor] = field(default_factory=dict)
     cumulative: Mapping[str, Tensor] = field(default_factory=dict)
     fisher: Mapping[str, Tensor] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
         task=int(packed["task"]),
         epoch=int(packed["epoch"]),
         in_task=bool(packed["in_task"]),
-        epoch_finalised=bool(packed["epoch_finalised"]),
+        epoch_finalized=bool(packed["epoch_finalized"]),
         anchor=parts["anchor"],
         cumulative=parts["cumulative"],
         fisher=dict(sorted(parts["fisher"].items())),

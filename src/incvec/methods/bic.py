@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from incvec.config import Ints, TrainOptions
-from incvec.contracts import Batch, Group, Optimiser, Output, Schedule, Stage, Task, Terms, World
+from incvec.contracts import Batch, Group, Optimizer, Output, Schedule, Stage, Task, Terms, World
 from incvec.data.memory import extend
 from incvec.errors import ConfigError
 from incvec.methods.common import ExemplarMethod, distillation
@@ -128,12 +128,12 @@ class BiC(ExemplarMethod):
         if task.index == 0:
             return [main]
         o = self.options
-        bias = main.but(
+        bias = main.replace(
             name="bias",
             role="balance",
             epochs=o.bias_epochs,
             groups=(Group((f"model.corrections.{task.index}",), o.bias_lr),),
-            optimiser=Optimiser("sgd", momentum=o.momentum),
+            optimizer=Optimizer("sgd", momentum=o.momentum),
             schedule=Schedule("steps", o.bias_milestones, o.gamma),
             batchnorm="frozen",
             loss=self.correction_loss,

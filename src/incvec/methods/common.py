@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from incvec.config import TrainOptions
-from incvec.contracts import Group, Method, Optimiser, Schedule, Source, Stage, Task, World
+from incvec.contracts import Group, Method, Optimizer, Schedule, Source, Stage, Task, World
 from incvec.data.memory import extend, indices, quota
 from incvec.data.select import class_means, herd
 from incvec.data.source import chunk
@@ -112,10 +112,10 @@ class ImageMethod(Method):
             epochs=pick(o.base_epochs, o.epochs),
             batch_size=o.batch_size,
             groups=(Group(self.trained(task), lr, decay),),
-            optimiser=Optimiser(o.optimiser, momentum=o.momentum),
+            optimizer=Optimizer(o.optimizer, momentum=o.momentum),
             schedule=Schedule(o.schedule, pick(o.base_milestones, o.milestones), o.gamma),
         )
-        return stage.but(**changes)
+        return stage.replace(**changes)
 
     def begin_stage(self, task: Task, stage: Stage) -> Tensor:
         if stage.role == "main":
@@ -177,7 +177,7 @@ class ImageMethod(Method):
     # Classifiers ----------------------------------------------------------------------------------------
 
     def nearest_mean_setup(self, task: Task) -> None:
-        """Class means of the exemplars' normalised features, each averaged with its mirror image."""
+        """Class means of the exemplars' normalized features, each averaged with its mirror image."""
         rows = self.balanced_rows(task)
         labels = self.world.train.labels[rows]
         total = torch.zeros(task.n_seen, self.model.backbone.width, device=self.world.device)

@@ -26,7 +26,7 @@ from incvec.errors import ConfigError
 from incvec.methods.common import ImageMethod, extract
 from incvec.nets.dual import Dual, TwoTower, build_dual, check_dual, class_vectors, cosines, input_of
 
-CENTRING_ROWS = 1000  # images of the first task that a model with a centre takes it from
+CENTERING_ROWS = 1000  # images of the first task that a model with a center takes it from
 
 
 class DualOptions(TrainOptions):
@@ -40,7 +40,7 @@ class DualOptions(TrainOptions):
     caption: str = Field("a photo of {}", description="a training image's sentence; {} stands for the class")
     epochs: int = Field(10, ge=1)
     batch_size: int = Field(64, ge=1)
-    optimiser: Literal["sgd", "adam", "adamw"] = "adam"
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     lr: float = Field(5e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     schedule: Literal["constant", "cosine", "steps", "spu_cosine"] = Field(  # type: ignore[assignment]
@@ -77,7 +77,7 @@ class DualMethod(ImageMethod):
 
     def __init__(self, options: DualOptions, world: Any) -> None:
         super().__init__(options, world)
-        self.centre()
+        self.center()
 
     def build_dual(self) -> Dual:
         o = self.options
@@ -87,16 +87,16 @@ class DualMethod(ImageMethod):
         return TwoTower(self.build_dual(), sentences(self.options.caption, self.world.class_names))
 
     @torch.no_grad()
-    def centre(self) -> None:
-        """Where a model centres its image features: their mean over images of the first task."""
+    def center(self) -> None:
+        """Where a model centers its image features: their mean over images of the first task."""
         projection = getattr(getattr(self.model, "dual", None), "image_projection", None)
-        centre: Tensor | None = getattr(projection, "centre", None)
-        if centre is None:
+        center: Tensor | None = getattr(projection, "center", None)
+        if center is None:
             return
         self.model.grow(1, self.world.generator)  # a class to compare with, taken back below
         rows = self.rows_of(self.world.tasks[0].classes)
-        rows = rows[:: max(len(rows) // CENTRING_ROWS, 1)]
-        centre.copy_(extract(self.model, self.world, rows).mean(0))
+        rows = rows[:: max(len(rows) // CENTERING_ROWS, 1)]
+        center.copy_(extract(self.model, self.world, rows).mean(0))
         self.model.n_classes = 0
 
     # Stages ---------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class DualMethod(ImageMethod):
         stage = super().main_stage(task, **{"views": ("test",), "batchnorm": "frozen", **changes})
         if stage.schedule.kind != "spu_cosine":
             return stage
-        return stage.but(schedule=replace(stage.schedule, cycle=self.cycle(stage.epochs)))
+        return stage.replace(schedule=replace(stage.schedule, cycle=self.cycle(stage.epochs)))
 
     def cycle(self, epochs: int) -> int:
         """Epochs in which the schedule `spu_cosine` comes down to 0."""

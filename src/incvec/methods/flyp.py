@@ -4,12 +4,12 @@ Both towers, the projections and the temperature are trained by CLIP's own loss 
 
     S = exp(s) u v',   loss = (CE(S, diagonal) + CE(S', diagonal)) / 2
 
-Nothing is kept of the past; the optimiser starts anew with each task. As in the class-incremental code of SPU
+Nothing is kept of the past; the optimizer starts anew with each task. As in the class-incremental code of SPU
 (https://github.com/wx-zhang/spu), an image's target is its own caption even where another image has the same one,
 so with m images of its class in the batch the loss ends near log m. `targets="shared"` spreads the target evenly over
 equal captions instead; `"classes"` is cross-entropy over the sentences of the task's classes.
 
-Unlike the authors', a caption is always the same sentence, learning rate and optimiser are the IVT paper's, and
+Unlike the authors', a caption is always the same sentence, learning rate and optimizer are the IVT paper's, and
 neither weight decay nor a schedule is used (the IVT paper names none).
 """
 
@@ -53,7 +53,7 @@ class FLYP(DualMethod):
     options: FLYPOptions
 
     @classmethod
-    def contrasts(cls, options: FLYPOptions) -> bool:
+    def uses_batch_contrast(cls, options: FLYPOptions) -> bool:
         return options.targets != "classes"
 
     def loss(self, batch: Batch) -> Terms:

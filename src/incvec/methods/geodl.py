@@ -8,9 +8,9 @@ ones as G sees them: mean of 1 - <f_old, f_new>_G / (|f_old|_G |f_new|_G), times
 classes). G carries no gradient. The features are the last map, averaged over 2x2 positions.
 
 Only the authors' ImageNet code is public. It approximates G (60 directions of the complement of P_s, one step of
-an iteration for the inverses in a generalised SVD, and each sample's mean taken off beforehand); here G is exact,
+an iteration for the inverses in a generalized SVD, and each sample's mean taken off beforehand); here G is exact,
 over the whole complement, by one plain SVD. It trains without LUCIR's margin loss, and so does this. The module
-it imports in the end takes the squared distance (f_old - f_new)^T G (f_old - f_new) of the normalised features
+it imports in the end takes the squared distance (f_old - f_new)^T G (f_old - f_new) of the normalized features
 in place of the cosine: `form="released"`. Subspaces have rank batch - 2 there; here never more than half the
 dimension, beyond which two subspaces have to meet. lambda is 10 in the released ImageNet command; none is
 released for CIFAR-100, so it is LUCIR's 5, whose ImageNet value is 10 as well. With several ranks the subspaces are
@@ -89,7 +89,7 @@ class GeoDL(LUCIR):
 
     def stages(self, task: Task) -> list[Stage]:
         stages = super().stages(task)
-        return stages if task.index == 0 else [stage.but(eager=EAGER) for stage in stages]
+        return stages if task.index == 0 else [stage.replace(eager=EAGER) for stage in stages]
 
     def retention(self, batch: Batch, output: Output, old: Output) -> dict[str, Tensor]:
         o, task = self.options, self.task

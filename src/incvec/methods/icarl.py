@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from incvec.config import Normalisation, TrainOptions
+from incvec.config import Normalization, TrainOptions
 from incvec.contracts import Batch, Terms
 from incvec.methods.common import ExemplarMethod, distillation
 from incvec.nets import Head, LinearHead
@@ -35,7 +35,7 @@ from incvec.nets import Head, LinearHead
 class ICaRLOptions(TrainOptions):
     net: str = "resnet32-icarl"
     brightness: float = Field(0.0, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
-    normalisation: Normalisation = "lucir"
+    normalization: Normalization = "lucir"
     loss: Literal["softmax", "sigmoid"] = "softmax"
     temperature: float = Field(2.0, gt=0)
     lambda_distil: float = Field(1.0, ge=0)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from incvec.config import Normalisation
+from incvec.config import Normalization
 from incvec.methods.finetune import Finetune, FinetuneOptions
 
 
 class JointOptions(FinetuneOptions):
     net: str = "resnet32-icarl"
     brightness: float = Field(0.0, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
-    normalisation: Normalisation = "lucir"
+    normalization: Normalization = "lucir"
 
 
 class Joint(Finetune):

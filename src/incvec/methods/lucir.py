@@ -9,7 +9,7 @@ class's features under the old model, as long as the old rows are on average.
 As the authors' code has it: the old rows do not move in the main stage, sigma does. On CIFAR-100 there is no
 class-balanced stage after it; `balance_epochs=20` gives the one they run on ImageNet, which trains all rows on the
 exemplars, BatchNorm fixed. Unlike there, a batch without old samples has a margin term of 0 by a mask, not by a
-branch, and class means use a real mirror image (theirs reverses the colour channels). With several ranks the margin
+branch, and class means use a real mirror image (theirs reverses the color channels). With several ranks the margin
 term is a mean over the old samples of each local batch.
 """
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from incvec.config import Ints, Normalisation, TrainOptions
+from incvec.config import Ints, Normalization, TrainOptions
 from incvec.contracts import Batch, Group, Output, Schedule, Stage, Task, Terms
 from incvec.data.select import class_means
 from incvec.methods.common import ExemplarMethod, extract
@@ -33,7 +33,7 @@ from incvec.nets import CosineHead, Head, mean_row_norm
 class LUCIROptions(TrainOptions):
     net: str = "resnet32-lucir"
     brightness: float = Field(0.0, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
-    normalisation: Normalisation = "lucir"
+    normalization: Normalization = "lucir"
     lambda_base: float = Field(5.0, ge=0, description="less-forget weight, before sqrt(old / new classes)")
     lambda_margin: float = Field(1.0, ge=0)
     margin: float = 0.5
@@ -91,7 +91,7 @@ class LUCIR(ExemplarMethod):
         rows = Group(("model.head.blocks",), o.balance_lr, o.weight_decay)
         schedule = Schedule("steps", o.balance_milestones, o.gamma)
         changes = {"epochs": o.balance_epochs, "groups": (rows,), "schedule": schedule, "batchnorm": "frozen"}
-        return [main, main.but(name="balance", role="balance", **changes)]
+        return [main, main.replace(name="balance", role="balance", **changes)]
 
     def trained(self, task: Task) -> tuple[str, ...]:
         return ("model.backbone", "model.head.scale", f"model.head.blocks.{task.index}")

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from incvec.config import Normalisation
+from incvec.config import Normalization
 from incvec.contracts import Batch, Terms
 from incvec.methods.common import distillation
 from incvec.methods.finetune import Finetune, FinetuneOptions
@@ -26,7 +26,7 @@ from incvec.methods.finetune import Finetune, FinetuneOptions
 class LwFOptions(FinetuneOptions):
     net: str = "resnet32-icarl"
     brightness: float = Field(0.0, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
-    normalisation: Normalisation = "lucir"
+    normalization: Normalization = "lucir"
     loss_over: Literal["seen", "new"] = Field("new", description="the classes the softmax runs over")
     temperature: float = Field(2.0, gt=0)
     lambda_distil: float = Field(1.0, ge=0)

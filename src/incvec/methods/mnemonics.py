@@ -10,7 +10,7 @@ weights are trained).
 The paper builds on LUCIR (`host="lucir"`); what is released is the variant with iCaRL's loss (`host="icarl"`): LUCIR's
 classifier, imprinting and frozen old rows, but cross-entropy plus beta T^2 KL(old || new), and the nearest class
 mean decides. We differ in these: exemplars are rounded to 8 bits and clipped, where the authors cut off and wrap
-around; the mirror image in class means is a real one (theirs reverses the colours); a class has 20 exemplars, where
+around; the mirror image in class means is a real one (theirs reverses the colors); a class has 20 exemplars, where
 their default is 2,000 in all. At the released rate of 1e-5 for one epoch the pixels move by so little that rounding
 undoes it (on the embedded digits, for every one of them), and what is stored is what was herded; with a larger
 `exemplar_lr` they do move.
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.contracts import Batch, Group, Optimiser, Output, Schedule, Stage, Task, Terms, World
+from incvec.contracts import Batch, Group, Optimizer, Output, Schedule, Stage, Task, Terms, World
 from incvec.data.memory import extend
 from incvec.data.source import ImageSource
 from incvec.errors import ConfigError
@@ -73,7 +73,7 @@ def nearest_mean_loss(features: Tensor, means: Tensor, labels: Tensor) -> Tensor
 
 
 def to_pixels(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Normalised images as 8-bit ones, each value the nearest level."""
+    """Normalized images as 8-bit ones, each value the nearest level."""
     return ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -135,7 +135,7 @@ class Mnemonics(LUCIR):
             role="align",
             epochs=o.exemplar_epochs,
             groups=(Group(("auxiliary.exemplars",), o.exemplar_lr, o.exemplar_weight_decay),),
-            optimiser=Optimiser("sgd", momentum=0.9),
+            optimizer=Optimizer("sgd", momentum=0.9),
             schedule=Schedule(),
             batchnorm="frozen",
             loss=self.exemplar_loss,
@@ -153,7 +153,7 @@ class Mnemonics(LUCIR):
         return self.training_rows(task)
 
     def exemplar_images(self) -> Tensor:
-        """The exemplars in training, normalised, as images."""
+        """The exemplars in training, normalized, as images."""
         images: Tensor = self.auxiliary["exemplars"].unflatten(1, self.world.image_shape)
         return images
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.config import Normalisation, TrainOptions
+from incvec.config import Normalization, TrainOptions
 from incvec.contracts import Batch, Group, Schedule, Stage, Task, Terms
 from incvec.data.select import kmeans
 from incvec.fused import fused
@@ -32,7 +32,7 @@ from incvec.nets import Head, ProxyHead, mean_row_norm
 class PODNetOptions(TrainOptions):
     net: str = "resnet32-rebuffi"
     schedule: Literal["constant", "cosine", "steps"] = "cosine"
-    normalisation: Normalisation = "lucir"
+    normalization: Normalization = "lucir"
     proxies: int = Field(10, ge=1, description="proxies a class")
     margin: float = 0.6
     nca: Literal["coded", "paper"] = "coded"
@@ -67,7 +67,7 @@ def pod_flat(new: Tensor, old: Tensor) -> Tensor:
 
 
 def pooled(maps: Tensor) -> Tensor:
-    """Squares summed over the width and over the height, flattened and normalised for each sample."""
+    """Squares summed over the width and over the height, flattened and normalized for each sample."""
     energy = maps.float().square()
     both = torch.cat([energy.sum(3).flatten(1), energy.sum(2).flatten(1)], dim=1)
     return F.normalize(both, dim=1)
@@ -91,7 +91,7 @@ class PODNet(ExemplarMethod):
         return ProxyHead(width, self.options.proxies)
 
     def begin_task(self, task: Task) -> None:
-        """Imprint: the new classes' proxies are k-means centres of their features under the old model."""
+        """Imprint: the new classes' proxies are k-means centers of their features under the old model."""
         if task.index == 0:
             return
         head = self.model.head
@@ -103,16 +103,16 @@ class PODNet(ExemplarMethod):
         within = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[labels]
         points[labels, within] = features
         mask = torch.arange(points.shape[1], device=rows.device)[None] < counts[:, None]
-        centres = kmeans(points, self.options.proxies, self.world.generator, mask=mask)
+        centers = kmeans(points, self.options.proxies, self.world.generator, mask=mask)
         norm = mean_row_norm(head, task.index)
-        head.set_block(task.index, (centres * norm).flatten(0, 1))
+        head.set_block(task.index, (centers * norm).flatten(0, 1))
 
     def stages(self, task: Task) -> list[Stage]:
         main = self.main_stage(task)
         if task.index == 0 or self.options.balance_epochs == 0:
             return [main]
         proxies = Group(("model.head.blocks",), self.options.balance_lr, self.options.weight_decay)
-        balance = main.but(
+        balance = main.replace(
             name="balance",
             role="balance",
             epochs=self.options.balance_epochs,

@@ -2,7 +2,7 @@
 
 Self-supervision by labels: every image is seen in its four rotations, and class and rotation are told apart
 jointly, label 4y + k for image y turned k times 90 degrees. With X the 4B turned images of a batch, Phi the
-features, and p~ noisy prototypes of old classes (see `prototypes.py`), an increment minimises
+features, and p~ noisy prototypes of old classes (see `prototypes.py`), an increment minimizes
 
     CE(z(X) / tau) + 10 || Phi(X) - Phi_old(X) ||_F + 10 CE(z(p~) / tau, 4c).
 

@@ -30,7 +30,7 @@ class PrototypeOptions(TrainOptions):
     """The IVT paper's setting for methods without exemplars, and the weights PASS and FCS share."""
 
     epochs: int = Field(100, ge=1, description="epochs of an incremental task")
-    optimiser: Literal["sgd", "adam", "adamw"] = "adam"
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     lr: float = Field(1e-3, gt=0)
     weight_decay: float = Field(2e-4, ge=0)
     milestones: Ints = (45, 90)

@@ -98,7 +98,7 @@ class RAPF(DualMethod):
     )
     Options = RAPFOptions
     options: RAPFOptions
-    rests = True
+    frozen_encoder = True
 
     def make_model(self) -> Any:
         dual = self.build_dual()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from incvec.config import Normalisation
+from incvec.config import Normalization
 from incvec.methods.common import ExemplarMethod
 from incvec.methods.finetune import Finetune, FinetuneOptions
 
@@ -17,7 +17,7 @@ from incvec.methods.finetune import Finetune, FinetuneOptions
 class ReplayOptions(FinetuneOptions):
     net: str = "resnet32-icarl"
     brightness: float = Field(0.0, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
-    normalisation: Normalisation = "lucir"
+    normalization: Normalization = "lucir"
 
 
 class Replay(ExemplarMethod, Finetune):

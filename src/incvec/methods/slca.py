@@ -11,10 +11,10 @@ is what the IVT paper most likely ran, SPU's code (https://github.com/wx-zhang/s
 projections being the classifier, aligned after every task against the sentences of the classes, and left so.
 
 Where we differ from that code: samples are drawn afresh for every step (one for each class and place in the epoch),
-and all are used; text vectors are normalised, the norms averaged, and only classes seen have a column. `compat="spu"`
+and all are used; text vectors are normalized, the norms averaged, and only classes seen have a column. `compat="spu"`
 has its vectors, norms and columns, and its loop, which cuts each batch out of the one before: after the first (256
 of the shuffled samples) an epoch's batches are empty, and Adam steps on with a gradient of 0. Its larger rate of the
-projections is cancelled by its schedule; here `head_rate` is 1 for the two-tower form. The original's augmentation is
+projections is canceled by its schedule; here `head_rate` is 1 for the two-tower form. The original's augmentation is
 left out, its SGD schedule is the preset's choice.
 """
 
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from incvec.contracts import Batch, Group, Optimiser, Schedule, Stage, Task, Terms
+from incvec.contracts import Batch, Group, Optimizer, Schedule, Stage, Task, Terms
 from incvec.data.gaussians import GaussianSource, class_gaussians
 from incvec.data.prompts import sentences
 from incvec.methods.common import extract
@@ -50,7 +50,7 @@ class SLCAOptions(FLYPOptions):
     align_batch_size: int = Field(256, ge=1)
     align_schedule: Literal["constant", "cosine", "spu_cosine"] = "constant"
     samples: int = Field(256, ge=1, description="draws of each class an epoch")
-    tau: float = Field(0.1, gt=0, description="temperature of the normalised logits")
+    tau: float = Field(0.1, gt=0, description="temperature of the normalized logits")
     ridge: float = Field(1e-4, gt=0, description="added to the covariances' diagonal")
     compat: Literal["paper", "spu"] = Field("paper", description="the alignment as meant, or as SPU's code has it")
 
@@ -70,7 +70,7 @@ def mean_scales(tasks: Sequence[Task], now: int) -> list[float]:
     return [0.9 + 0.1 * (task.index + 1) / (now + 1) for task in tasks[: now + 1] for _ in task.classes]
 
 
-def normalised(logits: Tensor, bounds: Sequence[int], tau: float, own: bool = False) -> Tensor:
+def normalized(logits: Tensor, bounds: Sequence[int], tau: float, own: bool = False) -> Tensor:
     """logits / (tau n): n the mean of the norms of each task's logits, or for each task's its `own`."""
     blocks = [logits[:, first:last] for first, last in pairwise(bounds)]
     norms = torch.stack([block.norm(dim=1) for block in blocks], dim=1) + 1e-7
@@ -87,9 +87,9 @@ class SLCA(FLYP):
     options: SLCAOptions
 
     @classmethod
-    def contrasts(cls, options: FLYPOptions) -> bool:
+    def uses_batch_contrast(cls, options: FLYPOptions) -> bool:
         assert isinstance(options, SLCAOptions)
-        return options.form == "two-tower" and super().contrasts(options)
+        return options.form == "two-tower" and super().uses_batch_contrast(options)
 
     @property
     def linear(self) -> bool:
@@ -114,7 +114,7 @@ class SLCA(FLYP):
         (whole,) = main.groups
         fast = Group(self.head_prefixes(task), whole.lr * o.head_rate, whole.weight_decay)
         rest = Group(("model.tower",), whole.lr, whole.weight_decay) if self.linear else whole
-        main = main.but(groups=(fast, rest))
+        main = main.replace(groups=(fast, rest))
         if o.align_epochs == 0 or (self.linear and task.index == 0):
             return [main]
         head = ("model.head.blocks",) if self.linear else self.head_prefixes(task)
@@ -124,7 +124,7 @@ class SLCA(FLYP):
             epochs=o.align_epochs,
             batch_size=o.align_batch_size,
             groups=(Group(head, o.align_lr, whole.weight_decay),),
-            optimiser=Optimiser(o.optimiser, momentum=o.momentum),
+            optimizer=Optimizer(o.optimizer, momentum=o.momentum),
             schedule=Schedule(o.align_schedule),
             source=SOURCE,
             batchnorm="frozen",
@@ -149,7 +149,7 @@ class SLCA(FLYP):
             head = self.model.get_submodule("head")
             self.store |= {f"unaligned.head.{name}": p.detach().clone() for name, p in head.named_parameters()}
         else:
-            tokens = self.model.dual.tokenise(
+            tokens = self.model.dual.tokenize(
                 sentences(self.options.align_caption, self.world.class_names[: task.n_seen])
             ).to(self.world.device)
             self.model.eval()
@@ -197,7 +197,7 @@ class SLCA(FLYP):
         return {"ce": local_cross_entropy(self.model(batch.images).logits, batch.labels, self.task.n_old)}
 
     def alignment(self, batch: Batch) -> Terms:
-        """Cross-entropy of drawn features over the classes seen, the logits normalised."""
+        """Cross-entropy of drawn features over the classes seen, the logits normalized."""
         o, (features,) = self.options, batch.views
         spu = o.compat == "spu"
         if self.linear:
@@ -207,7 +207,7 @@ class SLCA(FLYP):
             texts = dual.embed_texts(self.store["sentences"])
             logits = dual.similarities(self.model.unit(features), texts if spu else F.normalize(texts, dim=1))
         bounds = [0, *(task.last for task in self.world.tasks[: self.task.index + 1])]
-        logits = normalised(logits, bounds, o.tau, own=spu)
+        logits = normalized(logits, bounds, o.tau, own=spu)
         if spu:  # classes to come have a column of zeros
             logits = F.pad(logits, (0, self.world.tasks[-1].last - logits.shape[1]))
         loss = F.cross_entropy(logits, batch.labels)

@@ -70,7 +70,7 @@ class SPU(FLYP):
     def stages(self, task: Task) -> list[Stage]:
         main = self.main_stage(task)
         resting = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
-        score = main.but(name="score", role="measure", epochs=1, groups=resting, optimiser=None, loss=self.energy)
+        score = main.replace(name="score", role="measure", epochs=1, groups=resting, optimizer=None, loss=self.energy)
         return [score, main]
 
     def begin_stage(self, task: Task, stage: Stage) -> Tensor:

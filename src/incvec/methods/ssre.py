@@ -7,7 +7,7 @@ s = max_c cos(f, p_c) over their prototypes p_c, decides what it is for: L = mea
 lambda CE(prototypes), where logits are divided by the temperature throughout.
 
 The authors fold BatchNorm into the convolutions after the base task; here it stays and runs on its statistics,
-unchanged, as in PyCIL: the same function, though a step of the optimiser on an adapter is then scaled as the layer's
+unchanged, as in PyCIL: the same function, though a step of the optimizer on an adapter is then scaled as the layer's
 outputs are. Their rate in increments is 2e-4; the IVT paper names 1e-3 for all methods without exemplars. A 1x1
 convolution beside a 3x3 one is the 3x3 whose kernel has it added in the middle, so both run as one, and folding
 changes no output. The weights s carry no gradient (the authors let it through, PyCIL does not), and are at least 0, as
@@ -41,7 +41,7 @@ from incvec.nets import Head, LinearHead
 
 class SSREOptions(TrainOptions):
     epochs: int = Field(100, ge=1)
-    optimiser: Literal["sgd", "adam", "adamw"] = "adam"
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
     lr: float = Field(1e-3, gt=0)
     milestones: Ints = (45, 90)
     temperature: float = Field(0.1, gt=0)

@@ -16,7 +16,7 @@ class ZeroShot(DualMethod):
     paper = "Learning Transferable Visual Models From Natural Language Supervision, https://arxiv.org/abs/2103.00020"
     Options = DualOptions
     trains = False
-    rests = True
+    frozen_encoder = True
 
     def stages(self, task: Task) -> list[Stage]:
         return []

@@ -1,6 +1,6 @@
 """Backbones by name, heads that grow by appending blocks, and the model that joins the two."""
 
-from incvec.nets.backbones import BACKBONES, backbones, build_backbone, check_backbone, finer, initialise
+from incvec.nets.backbones import BACKBONES, backbones, build_backbone, check_backbone, finer, initialize
 from incvec.nets.heads import Block, CosineHead, Head, LinearHead, ProxyHead, mean_row_norm, widened
 from incvec.nets.model import Classifier
 from incvec.nets.resnet import Backbone, Features, Level, Norm, Plan, Residual
@@ -23,7 +23,7 @@ __all__ = [
     "build_backbone",
     "check_backbone",
     "finer",
-    "initialise",
+    "initialize",
     "mean_row_norm",
     "widened",
 ]

@@ -139,12 +139,12 @@ def build_backbone(name: str, channels: int = 3, generator: torch.Generator | No
     # torch's layers draw initial values from the global generator; those are all replaced below.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         backbone = Backbone(BACKBONES[name], channels)
-    initialise(backbone, torch.Generator().manual_seed(0) if generator is None else generator)
+    initialize(backbone, torch.Generator().manual_seed(0) if generator is None else generator)
     return backbone
 
 
 @torch.no_grad()
-def initialise(module: nn.Module, generator: torch.Generator) -> None:
+def initialize(module: nn.Module, generator: torch.Generator) -> None:
     """Convolutions from N(0, 2 / (k * k * channels out)), that is kaiming-normal over fan-out; norms 1 and 0.
 
     PODNet's authors start the second norm of each block at 0. The later code base that the numbers of the IVT

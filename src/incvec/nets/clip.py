@@ -2,7 +2,7 @@
 
 `weights` names one of three things: a model on the hub (openai/clip-vit-base-patch16), a folder that transformers
 wrote, or a file with a state dict in OpenAI's or open_clip's naming (`.safetensors`, or `.pt`/`.bin` of plain tensors),
-beside which the tokeniser's files lie (tokenizer.json, or vocab.json and merges.txt). A leading `~` is the home folder;
+beside which the tokenizer's files lie (tokenizer.json, or vocab.json and merges.txt). A leading `~` is the home folder;
 whatever is neither a folder nor a file here, and could be a hub's name (`owner/model`), is asked for there.
 
 OpenAI's own download is a TorchScript archive, which can run code and is refused here. Convert it once, in a place
@@ -72,7 +72,7 @@ class Text(nn.Module):
         return pooled
 
 
-def from_transformers(clip: Any, tokenise: Any) -> Dual:
+def from_transformers(clip: Any, tokenize: Any) -> Dual:
     """A `transformers.CLIPModel` as a dual encoder; the parameters stay the same objects."""
     config = clip.config
     return Dual(
@@ -81,7 +81,7 @@ def from_transformers(clip: Any, tokenise: Any) -> Dual:
         clip.visual_projection,
         clip.text_projection,
         clip.logit_scale,
-        tokenise,
+        tokenize,
         (config.vision_config.hidden_size, config.projection_dim),
         FIRST_LAYERS,
     )
@@ -97,7 +97,7 @@ def located(weights: str) -> str:
         meant = "" if path == weights else f" ({path})"
         raise ConfigError(
             f"CLIP weights {weights!r}{meant}: there is no such folder or file. Expected a folder written by "
-            "transformers' save_pretrained, or a state dict's file with the tokeniser's files beside it. Correct the "
+            "transformers' save_pretrained, or a state dict's file with the tokenizer's files beside it. Correct the "
             "path, or, where the hub can be reached, give a name such as openai/clip-vit-base-patch16."
         )
     return path
@@ -134,7 +134,7 @@ def clip_input(weights: str, tag: str) -> Input:
 
 
 def load_clip(weights: str, tag: str) -> Dual:
-    """CLIP in float32, with its tokeniser."""
+    """CLIP in float32, with its tokenizer."""
     transformers = needed("transformers")
     weights = located(weights)
     config, state = _read(weights, tag)
@@ -146,20 +146,20 @@ def load_clip(weights: str, tag: str) -> Dual:
                 clip = transformers.CLIPModel(config)
                 clip.load_state_dict(state)
         folder = Path(weights).parent if is_file(weights) else weights
-        tokeniser = transformers.AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise offline_hint(weights, error) from error
-    return from_transformers(clip.float(), Tokeniser(tokeniser, config.text_config.max_position_embeddings))
+    return from_transformers(clip.float(), Tokenizer(tokenizer, config.text_config.max_position_embeddings))
 
 
-class Tokeniser:
+class Tokenizer:
     """Sentences to numbers, padded to the longest one given."""
 
-    def __init__(self, tokeniser: Any, longest: int) -> None:
-        self.tokeniser, self.longest = tokeniser, longest
+    def __init__(self, tokenizer: Any, longest: int) -> None:
+        self.tokenizer, self.longest = tokenizer, longest
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        found: Tensor = self.tokeniser(
+        found: Tensor = self.tokenizer(
             list(texts), padding=True, truncation=True, max_length=self.longest, return_tensors="pt"
         )["input_ids"]
         return found

@@ -1,6 +1,6 @@
 """Models of two towers: images and sentences in one space, compared by their cosine.
 
-    u = normalise(P_i f(image)),   v = normalise(P_t g(sentence)),   logits = exp(s) u v'
+    u = normalize(P_i f(image)),   v = normalize(P_t g(sentence)),   logits = exp(s) u v'
 
 `Dual` is the one interface, put together from a tower and a projection for each side; `build_dual` makes one by name:
 CLIP (`clip.py`), a small pre-trained pair that needs no hub (`lite.py`), or, for tests and the embedded digits, a
@@ -22,7 +22,7 @@ from incvec.nets.backbones import BACKBONES, build_backbone
 from incvec.nets.heads import Block, Head, widened
 from incvec.nets.resnet import Backbone
 
-Tokenise = Callable[[Sequence[str]], Tensor]
+Tokenize = Callable[[Sequence[str]], Tensor]
 
 DUALS: Mapping[str, str] = {
     "clip": "CLIP through Hugging Face transformers; `weights`: a hub name, a folder or a state dict, `tag`: whose",
@@ -47,7 +47,7 @@ def cosines(images: Tensor, texts: Tensor) -> Tensor:
 class Dual(nn.Module):
     """Two towers, each with its projection into the common space, and a log-temperature.
 
-    A tower hands out features before its projection (SLCA takes its statistics there); `tokenise` turns sentences into
+    A tower hands out features before its projection (SLCA takes its statistics there); `tokenize` turns sentences into
     an int64 tensor [N, L] that the text tower reads. `first_layers` are the parts of names by which the first layer of
     each block's perceptron is known.
     """
@@ -59,7 +59,7 @@ class Dual(nn.Module):
         image_projection: nn.Module,
         text_projection: nn.Module,
         logit_scale: nn.Parameter,
-        tokenise: Tokenise,
+        tokenize: Tokenize,
         widths: tuple[int, int],
         first_layers: tuple[str, ...],
     ) -> None:
@@ -67,12 +67,12 @@ class Dual(nn.Module):
         self.image_tower, self.text_tower = image_tower, text_tower
         self.image_projection, self.text_projection = image_projection, text_projection
         self.logit_scale = logit_scale
-        self.tokenise = tokenise
+        self.tokenize = tokenize
         self.image_width, self.width = widths
         self.first_layers = first_layers
 
     def embed_images(self, features: Tensor) -> Tensor:
-        """Image features of the tower in the common space, float32, not normalised."""
+        """Image features of the tower in the common space, float32, not normalized."""
         return in_full(self.image_projection, features)
 
     def embed_texts(self, features: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class TwoTower(nn.Module):
         self.dual = dual
         self.adapter = adapter if adapter is not None else nn.Identity()
         self.n_classes = 0
-        self.register_buffer("tokens", dual.tokenise(captions), persistent=False)
+        self.register_buffer("tokens", dual.tokenize(captions), persistent=False)
 
     def grow(self, n_classes: int, generator: torch.Generator) -> None:
         self.n_classes += n_classes
@@ -141,12 +141,12 @@ class TowerClassifier(nn.Module):
 
 @torch.no_grad()
 def class_vectors(dual: Dual, sentences: Sequence[Sequence[str]], device: torch.device, chunk: int = 256) -> Tensor:
-    """A unit vector a class: its sentences' unit vectors, averaged over the templates and normalised again.
+    """A unit vector a class: its sentences' unit vectors, averaged over the templates and normalized again.
 
     `sentences` is a list a template, each with one sentence a class.
     """
     texts = [text for row in sentences for text in row]
-    tokens = dual.tokenise(texts).to(device)
+    tokens = dual.tokenize(texts).to(device)
     found = torch.cat([dual.encode_texts(part) for part in tokens.split(chunk)])
     return F.normalize(found.view(len(sentences), -1, found.shape[1]).mean(0), dim=-1)
 
@@ -179,7 +179,7 @@ class LetterTower(nn.Module):
         self.fc1 = linear(width, 2 * width, generator)
         self.fc2 = linear(2 * width, width, generator)
 
-    def tokenise(self, texts: Sequence[str]) -> Tensor:
+    def tokenize(self, texts: Sequence[str]) -> Tensor:
         """ASCII codes, cut off at 48 letters."""
         rows = [[min(ord(letter), 127) for letter in text.lower()][: self.LENGTH] for text in texts]
         longest = max(map(len, rows), default=1)
@@ -217,7 +217,7 @@ def random_dual(net: str, channels: int, generator: torch.Generator, width: int 
         linear(backbone.width, width, generator, bias=False),
         linear(2 * width, width, generator, bias=False),
         nn.Parameter(torch.tensor(INITIAL_SCALE)),
-        text.tokenise,
+        text.tokenize,
         (backbone.width, width),
         ("conv1", "fc1"),
     )

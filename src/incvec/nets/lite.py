@@ -1,8 +1,8 @@
 """A small pre-trained pair of towers that needs no hub: EfficientNet-Lite0 and MiniLM, from their PyPI packages.
 
 Both are real pre-trained networks, but of one another they know nothing. They are joined in closed form, with no image:
-T holds the MiniLM vectors of the 1,000 ImageNet names, centred and of unit length, W the rows of EfficientNet's
-classifier, centred, and
+T holds the MiniLM vectors of the 1,000 ImageNet names, centered and of unit length, W the rows of EfficientNet's
+classifier, centered, and
 
     M = (T'T + 0.1 I)^-1 T'W
 
@@ -10,7 +10,7 @@ maps a sentence onto the direction its class's row would have. With M = U S V' t
 and V' on the image side, so the common space has the 384 dimensions of the sentences and every scalar product is that
 of M. It is not CLIP, and no number made with it is one of CLIP's.
 
-Dropout is off, as in CLIP; BatchNorm is to be frozen in training. Image features are centred on `centre`, which
+Dropout is off, as in CLIP; BatchNorm is to be frozen in training. Image features are centered on `center`, which
 is zero until somebody sets it. The weights come with pip; their SHA-256 is checked before they are read.
 """
 
@@ -69,12 +69,12 @@ def checked(package: str, name: str, sha256: str) -> Path:
 class SentenceTower(nn.Module):
     """BERT's last states averaged over the words: unit length, less the mean of all names, unit length again."""
 
-    centre: Tensor
+    center: Tensor
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()
         self.model = model
-        self.register_buffer("centre", torch.zeros(width))
+        self.register_buffer("center", torch.zeros(width))
 
     def mean_states(self, tokens: Tensor) -> Tensor:
         there = tokens != 0
@@ -87,34 +87,34 @@ class SentenceTower(nn.Module):
         return F.normalize((states * weight).sum(1) / weight.sum(1), dim=-1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.normalize(self.mean_states(tokens) - self.centre, dim=-1)
+        return F.normalize(self.mean_states(tokens) - self.center, dim=-1)
 
 
 class CentredProjection(nn.Module):
-    """P (f - centre)."""
+    """P (f - center)."""
 
-    centre: Tensor
+    center: Tensor
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.register_buffer("centre", torch.zeros(weight.shape[1]))
+        self.register_buffer("center", torch.zeros(weight.shape[1]))
 
     def forward(self, features: Tensor) -> Tensor:
-        return F.linear(features - self.centre, self.weight)
+        return F.linear(features - self.center, self.weight)
 
 
 class Words:
-    """MiniLM's own tokeniser; 0 is padding."""
+    """MiniLM's own tokenizer; 0 is padding."""
 
     def __init__(self) -> None:
         path = packaged(TEXT_FILE[0], "model/tokenizer.json")
-        self.tokeniser = needed("tokenizers").Tokenizer.from_file(str(path))
-        self.tokeniser.enable_truncation(128)
-        self.tokeniser.enable_padding(pad_id=0)
+        self.tokenizer = needed("tokenizers").Tokenizer.from_file(str(path))
+        self.tokenizer.enable_truncation(128)
+        self.tokenizer.enable_padding(pad_id=0)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        return torch.tensor([found.ids for found in self.tokeniser.encode_batch(list(texts))], dtype=torch.int64)
+        return torch.tensor([found.ids for found in self.tokenizer.encode_batch(list(texts))], dtype=torch.int64)
 
 
 def imagenet_names() -> list[str]:
@@ -175,16 +175,16 @@ def _join() -> tuple[Tensor, Tensor, Tensor]:
     tower, (_, rows) = text_tower().eval(), image_tower()
     with torch.no_grad():
         vectors = torch.cat([tower.mean_states(part) for part in Words()(names).split(250)])
-    centre = vectors.mean(0)
-    texts = F.normalize(vectors - centre, dim=-1)
-    return *joined(texts, rows - rows.mean(0)), centre
+    center = vectors.mean(0)
+    texts = F.normalize(vectors - center, dim=-1)
+    return *joined(texts, rows - rows.mean(0)), center
 
 
 def load_lite() -> Dual:
     """The pair in float32, on the CPU."""
-    image_weight, text_weight, centre = _join()
+    image_weight, text_weight, center = _join()
     images, texts = image_tower()[0], text_tower()
-    texts.centre.copy_(centre)
+    texts.center.copy_(center)
     projection = nn.Linear(text_weight.shape[1], text_weight.shape[0], bias=False, device="meta")
     projection.weight = nn.Parameter(text_weight.clone())
     return Dual(

@@ -71,7 +71,7 @@ class Plan:
 
 
 class Norm(nn.BatchNorm2d):
-    """Batch normalisation without the batch counter.
+    """Batch normalization without the batch counter.
 
     With a fixed momentum nothing reads the counter; keeping it costs one kernel a layer and step, and an
     integer among the buffers that merges and interpolations would have to step around. (torch's cumulative
@@ -95,7 +95,7 @@ class Norm(nn.BatchNorm2d):
         *rest: Any,
     ) -> None:
         # Without version metadata (a plain dictionary of tensors) torch takes the state for one older than
-        # the counter, adds a counter to it, and then refuses it as unexpected.
+        # the counter, adds a counter to it, and then incompatibility it as unexpected.
         super()._load_from_state_dict(state_dict, prefix, {**local_metadata, "version": 2}, *rest)
 
 
@@ -112,7 +112,7 @@ class PadShortcut(nn.Module):
 
 
 class ConvShortcut(nn.Module):
-    """Option B: a strided 1x1 convolution and its normalisation."""
+    """Option B: a strided 1x1 convolution and its normalization."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Residual(nn.Module):
 
 
 class Stem(nn.Module):
-    """Convolution, normalisation, ReLU and, for larger images, a max-pooling."""
+    """Convolution, normalization, ReLU and, for larger images, a max-pooling."""
 
     def __init__(self, channels: int, out: int, entrance: Entrance) -> None:
         super().__init__()

@@ -310,4 +310,4 @@ def sweep_values(sweep: Sweep, each: Group, metric: str) -> list[float]:
 def look(name: str) -> dict[str, Any]:
     """What the page's script needs to draw a name."""
     own = style.look(name)
-    return {"colour": own.colour, "marker": own.marker, "dashes": list(own.dashes), "hollow": style.hollow(name)}
+    return {"color": own.color, "marker": own.marker, "dashes": list(own.dashes), "hollow": style.hollow(name)}

@@ -105,12 +105,12 @@ def page(parts: Sequence[Section], entries: Sequence[Entry]) -> str:
         body += [picture(each) for each in part.pictures]
         body.append("</section>")
     every = [chart for part in parts for chart in part.charts]
-    data = {"charts": [chart_data(chart) for chart in every], "stops": figures.colour_stops()}
+    data = {"charts": [chart_data(chart) for chart in every], "stops": figures.color_stops()}
     links = [f'<a href="#{html.escape(part.slug)}">{html.escape(part.title)}</a>' for part in parts]
-    colours = "".join(f"--c-{colour[1:]}: {colour}; " for colour in style.palette())
-    dark = DARK + "".join(f"--c-{colour[1:]}: {style.dark(colour)}; " for colour in style.palette())
+    colors = "".join(f"--c-{color[1:]}: {color}; " for color in style.palette())
+    dark = DARK + "".join(f"--c-{color[1:]}: {style.dark(color)}; " for color in style.palette())
     filled = {
-        "%STYLE%": asset("page.css").replace("%LIGHT%", colours).replace("%DARKROOT%", dark),
+        "%STYLE%": asset("page.css").replace("%LIGHT%", colors).replace("%DARKROOT%", dark),
         "%SCRIPT%": asset("page.js"),
         "%TITLE%": html.escape(TITLE),
         "%LEAD%": html.escape(lead(entries)),

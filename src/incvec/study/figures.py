@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 from incvec.study import looks as style
 from incvec.study.charts import Bar, Bars, Chart, Heat, Line, Lines
 
-MAP = "cividis"  # made for readers of any colour vision
+MAP = "cividis"  # made for readers of any color vision
 GRID = "#E5E5E5"
 # One date in every file, so that a report made twice from the same records is the same bytes.
 FIXED = {"png": {"Software": None}, "pdf": {"CreationDate": None, "ModDate": None}}
@@ -55,16 +55,16 @@ def draw_lines(axes: Any, chart: Lines) -> None:
     for line in chart.lines:
         look = style.look(line.name)
         axes.plot(
-            line.x, line.y, label=line.label, color=look.colour, dashes=look.dashes or (None, None), linewidth=1.8,
+            line.x, line.y, label=line.label, color=look.color, dashes=look.dashes or (None, None), linewidth=1.8,
             marker=look.marker, markersize=look.size - 1, markevery=[-1] if chart.dense else None,
-            markerfacecolor="white" if style.hollow(line.name) else look.colour,
+            markerfacecolor="white" if style.hollow(line.name) else look.color,
         )  # fmt: skip
         if line.errors:
             low, high = band(line)
-            axes.fill_between(line.x, low, high, color=look.colour, alpha=0.15, linewidth=0)
+            axes.fill_between(line.x, low, high, color=look.color, alpha=0.15, linewidth=0)
     for level in chart.levels:
         look = style.look(level.name)
-        axes.axhline(level.y[-1], label=level.label, color=look.colour, linewidth=1.2, dashes=(6, 2, 1, 2))
+        axes.axhline(level.y[-1], label=level.label, color=look.color, linewidth=1.2, dashes=(6, 2, 1, 2))
     plain(axes, "y")
     if chart.log:
         axes.set_xscale("log")
@@ -100,8 +100,8 @@ def draw_bars(axes: Any, chart: Bars) -> None:
     heights = bar_heights(chart)
     places = [sum(heights[:place]) + heights[place] / 2 for place in range(len(names))]
     for place, bar in zip(places, chart.bars, strict=True):
-        colour = style.look(bar.name).colour
-        axes.barh(place, bar.value, height=0.21, color=colour, alpha=0.55 if style.hollow(bar.name) else 1.0)
+        color = style.look(bar.name).color
+        axes.barh(place, bar.value, height=0.21, color=color, alpha=0.55 if style.hollow(bar.name) else 1.0)
         if bar.error is not None:
             axes.errorbar(bar.value, place, xerr=bar.error, color="#333333", capsize=3, linewidth=1.2)
         if bar.paper is not None:
@@ -139,7 +139,7 @@ def plain(axes: Any, grid: str) -> None:
     axes.set_axisbelow(True)
 
 
-def colour_stops(count: int = 9) -> list[str]:
-    """The colour map as a few colours, for the page to blend."""
+def color_stops(count: int = 9) -> list[str]:
+    """The color map as a few colors, for the page to blend."""
     chosen: Sequence[str] = [to_hex(colormaps[MAP](step / (count - 1))) for step in range(count)]
     return list(chosen)

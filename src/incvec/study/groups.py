@@ -17,7 +17,7 @@ from typing import Any
 from incvec.config import digest
 from incvec.errors import DataError
 from incvec.methods import find_method
-from incvec.metrics import summarise
+from incvec.metrics import summarize
 from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
 from incvec.study import looks as style
@@ -220,7 +220,7 @@ def check(record: Mapping[str, Any], file: Path) -> None:
     if lacking:
         raise DataError(f"{file} lacks {' and '.join(lacking)}, so nobody could say how it was run. Run it again.")
     try:
-        expected: Mapping[str, Any] = summarise(record["accuracy"], record["test_counts"])
+        expected: Mapping[str, Any] = summarize(record["accuracy"], record["test_counts"])
         told = [(name, record["metrics"][name], expected[name]) for name in METRICS]
         told += [(f"a[{t}]", *pair) for t, pair in enumerate(zip(record["metrics"]["a"], expected["a"], strict=True))]
         wrong = [

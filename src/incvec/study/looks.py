@@ -1,6 +1,6 @@
 """The lab's looks by a record's title (`podnet`, `podnet + ivt`, `podnet oracle`), and what a page needs beside:
-the same colours for a dark ground. Plain methods have empty markers, so that no two runs of a figure differ in
-colour alone."""
+the same colors for a dark ground. Plain methods have empty markers, so that no two runs of a figure differ in
+color alone."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def hollow(name: str) -> bool:
 
 
 def palette() -> list[str]:
-    """Every colour there is."""
-    listed = [style.ORACLE[0], style.JOINT[0], *(colour for colour, _ in style.SPARE)]
+    """Every color there is."""
+    listed = [style.ORACLE[0], style.JOINT[0], *(color for color, _ in style.SPARE)]
     listed += [entry[1] for known in (style.METHODS, style.ADDONS) for entry in known.values()]
     return list(dict.fromkeys(listed))
 
 
-def dark(colour: str, ground: str = DARK_GROUND) -> str:
-    """The colour mixed with as little white as makes it stand out from a dark ground."""
-    red, green, blue = channels(colour)
+def dark(color: str, ground: str = DARK_GROUND) -> str:
+    """The color mixed with as little white as makes it stand out from a dark ground."""
+    red, green, blue = channels(color)
     for step in range(21):
         share = step / 20
         mixed = [round(value + share * (255 - value)) for value in (red, green, blue)]
@@ -57,16 +57,16 @@ def dark(colour: str, ground: str = DARK_GROUND) -> str:
     return "#FFFFFF"
 
 
-def channels(colour: str) -> list[int]:
-    return [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+def channels(color: str) -> list[int]:
+    return [int(color[place : place + 2], 16) for place in (1, 3, 5)]
 
 
 def contrast(one: Iterable[int], other: Iterable[int]) -> float:
-    """WCAG's ratio of two colours' luminances, from 1 to 21."""
+    """WCAG's ratio of two colors' luminances, from 1 to 21."""
     lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def luminance(colour: Iterable[int]) -> float:
-    linear = [v / 12.92 if (v := value / 255) <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for value in colour]
+def luminance(color: Iterable[int]) -> float:
+    linear = [v / 12.92 if (v := value / 255) <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for value in color]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -2,7 +2,7 @@
 (() => {
   const DATA = JSON.parse(document.getElementById("charts").textContent);
   const SVG = "http://www.w3.org/2000/svg";
-  const ink = (colour) => `var(--c-${colour.slice(1)}, ${colour})`;
+  const ink = (color) => `var(--c-${color.slice(1)}, ${color})`;
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
   const shown = (value, signed) => ((signed && value > 0 ? "+" : "") + value.toFixed(2)).replace("-", "−");
 
@@ -48,7 +48,7 @@
   function marker(parent, look, x, y, r = 4.5) {
     return make(parent, "path", {
       d: shape(look.marker, r), transform: `translate(${x.toFixed(2)},${y.toFixed(2)})`, "stroke-width": 1.6,
-      style: `stroke:${ink(look.colour)};fill:${look.hollow ? "var(--card)" : ink(look.colour)}`,
+      style: `stroke:${ink(look.color)};fill:${look.hollow ? "var(--card)" : ink(look.color)}`,
     });
   }
 
@@ -174,7 +174,7 @@
       for (const level of c.levels) {
         if (this.hidden.has(level.label)) continue;
         const y = this.py(level.y.at(-1));
-        make(inside, "line", { x1: this.left, x2: this.right, y1: y, y2: y, "stroke-width": 1.5, "stroke-dasharray": "9 3 2 3", style: `stroke:${ink(level.look.colour)}` });
+        make(inside, "line", { x1: this.left, x2: this.right, y1: y, y2: y, "stroke-width": 1.5, "stroke-dasharray": "9 3 2 3", style: `stroke:${ink(level.look.color)}` });
         this.points.push({ x: this.right - 8, y, name: level.label, text: `${metric} ${shown(level.y.at(-1))} %${this.around(level, level.y.length - 1)}` });
       }
       for (const line of c.lines) {
@@ -183,11 +183,11 @@
         if (line.errors) {
           const up = line.x.map((x, k) => `${this.px(this.along(x))},${this.py(line.y[k] + line.errors[k])}`);
           const down = line.x.map((x, k) => `${this.px(this.along(x))},${this.py(line.y[k] - line.errors[k])}`).reverse();
-          make(inside, "path", { d: `M${[...up, ...down].join("L")}Z`, style: `fill:${ink(line.look.colour)};opacity:0.16` });
+          make(inside, "path", { d: `M${[...up, ...down].join("L")}Z`, style: `fill:${ink(line.look.color)};opacity:0.16` });
         }
         make(inside, "path", {
           d: "M" + spots.map((s) => s.join(",")).join("L"), fill: "none", "stroke-width": 2, "stroke-linejoin": "round",
-          "stroke-dasharray": line.look.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.look.colour)}`,
+          "stroke-dasharray": line.look.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.look.color)}`,
         });
         spots.forEach(([x, y], k) => {
           if (!c.dense || k === spots.length - 1) marker(inside, line.look, x, y);
@@ -220,7 +220,7 @@
         const end = this.px(bar.value), start = this.px(0);
         make(inside, "rect", {
           x: Math.min(start, end), y: mid - thick / 2, width: Math.abs(end - start), height: thick, rx: 2, "stroke-width": 1.5,
-          style: `fill:${ink(bar.look.colour)};fill-opacity:${bar.look.hollow ? 0.4 : 0.9};stroke:${ink(bar.look.colour)}`,
+          style: `fill:${ink(bar.look.color)};fill-opacity:${bar.look.hollow ? 0.4 : 0.9};stroke:${ink(bar.look.color)}`,
         });
         if (bar.error !== null) {
           const a = this.px(bar.value - bar.error), b = this.px(bar.value + bar.error);
@@ -272,7 +272,7 @@
         button.setAttribute("aria-pressed", "true");
         const sample = make(button, "svg", { width: 34, height: 16, "aria-hidden": "true" });
         const level = this.chart.levels.includes(line);
-        make(sample, "line", { x1: 1, x2: 33, y1: 8, y2: 8, "stroke-width": 2, "stroke-dasharray": level ? "9 3 2 3" : line.look.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.look.colour)}` });
+        make(sample, "line", { x1: 1, x2: 33, y1: 8, y2: 8, "stroke-width": 2, "stroke-dasharray": level ? "9 3 2 3" : line.look.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.look.color)}` });
         if (!level) marker(sample, line.look, 17, 8);
         button.append(line.label);
         button.addEventListener("click", () => {

@@ -16,7 +16,7 @@ COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 @dataclass(frozen=True)
 class Column:
     label: str
-    group: str = ""  # a heading above neighbours that share it
+    group: str = ""  # a heading above neighbors that share it
     number: bool = True
 
 
@@ -124,7 +124,7 @@ def latex_kind(sheet: Sheet, place: int) -> str:
 
 
 def headings(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Neighbouring columns of one group, and how many they are."""
+    """Neighboring columns of one group, and how many they are."""
     spans: list[tuple[str, int]] = []
     for column in columns:
         if spans and spans[-1][0] == column.group:

@@ -1,8 +1,8 @@
-"""How things look in every figure: one colour, marker and dash pattern for each method, add-on, and the oracle.
+"""How things look in every figure: one color, marker and dash pattern for each method, add-on, and the oracle.
 
 A plain method has its own look; with add-ons it has that of its last add-on; an oracle is a green star, whatever its
-method. Figures that show add-ons of several methods give each method a panel of its own. Colours are those of Okabe
-and Ito, and of Tol's muted scheme, which colour-blind readers can tell apart; where two methods share a colour,
+method. Figures that show add-ons of several methods give each method a panel of its own. Colors are those of Okabe
+and Ito, and of Tol's muted scheme, which color-blind readers can tell apart; where two methods share a color,
 their markers differ.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GREY = "#7F7F7F"
+GRAY = "#7F7F7F"
 INK = "#222222"
 GRID = "#E5E5E5"
 SEQUENTIAL = "viridis"  # for what has an order: tasks, losses
@@ -21,7 +21,7 @@ SEQUENTIAL = "viridis"  # for what has an order: tasks, losses
 
 class Look(NamedTuple):
     label: str
-    colour: str
+    color: str
     marker: str
     dashes: tuple[float, ...] = ()
 
@@ -35,8 +35,8 @@ ORACLE = ("#009E73", "*", (5.0, 2.0))
 JOINT = ("#882255", "P", (1.0, 1.5))
 
 METHODS: dict[str, tuple[str, str, str]] = {
-    "finetune": ("finetune", GREY, "^"),
-    "replay": ("replay", GREY, "v"),
+    "finetune": ("finetune", GRAY, "^"),
+    "replay": ("replay", GRAY, "v"),
     "joint": ("joint", JOINT[0], JOINT[1]),
     "lwf": ("LwF", "#999933", "<"),
     "ewc": ("EWC", "#999933", ">"),
@@ -54,7 +54,7 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "slca": ("SLCA", "#CC79A7", "s"),
     "rapf": ("RAPF", "#E69F00", "^"),
     "spu": ("SPU", "#56B4E9", "v"),
-    "zeroshot": ("zero-shot", GREY, "d"),
+    "zeroshot": ("zero-shot", GRAY, "d"),
 }
 ADDONS: dict[str, tuple[str, str, str]] = {
     "ivt": ("IVT", "#0072B2", "o"),
@@ -120,11 +120,11 @@ def tidy(axes: Any, title: str, x: str, y: str = "") -> None:
     axes.set_axisbelow(True)
 
 
-def coloured_words(axes: Any, words: Sequence[tuple[str, str]]) -> None:
-    """Words in a row at the right end of the title's line, each in a colour of its own."""
+def colored_words(axes: Any, words: Sequence[tuple[str, str]]) -> None:
+    """Words in a row at the right end of the title's line, each in a color of its own."""
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
-    parts: list[Any] = [TextArea(text, textprops={"color": colour, "fontsize": 9}) for text, colour in words]
+    parts: list[Any] = [TextArea(text, textprops={"color": color, "fontsize": 9}) for text, color in words]
     row = HPacker(children=parts, align="baseline", pad=0, sep=6)
     anchored = AnchoredOffsetbox(
         "lower right", child=row, frameon=False, pad=0, borderpad=0.35, bbox_to_anchor=(1, 1),

@@ -286,7 +286,7 @@ try:
 except (MemoryError, RuntimeError):
     pass
 data.train_images.placement = "streamed"
-views = make_views(data, 0.0, *data.normalisation())
+views = make_views(data, 0.0, *data.normalization())
 source = make_source(data.train_images, data.train_labels, views, torch.device("cpu"))
 order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).view(-1, 2)
 source.ahead(order)
@@ -322,15 +322,15 @@ print(json.dumps(record["test_counts"]))
 
 @pytest.fixture(scope="module")
 def great(tmp_path_factory):
-    """A store of 192 MB to train on and 77 MB to test on, four classes in shades of grey."""
+    """A store of 192 MB to train on and 77 MB to test on, four classes in shades of gray."""
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("great")
     for label in range(4):
         for part, count in (("train", 25), ("val", 10)):
             for i in range(count):
-                grey = Image.new("L", (2, 2), 50 * label + 2 * i)
-                save(grey, folder / "images" / part / f"n{label:08d}" / f"{i:03d}.png")
+                gray = Image.new("L", (2, 2), 50 * label + 2 * i)
+                save(gray, folder / "images" / part / f"n{label:08d}" / f"{i:03d}.png")
     store = make_store(folder / "images", folder / "store", 800, shard_bytes=1 << 26)
     assert store.images("train")[0].nbytes > 190e6
     return store.root

@@ -26,7 +26,7 @@ def sources(root, device="cpu"):
     found = []
     for placement in ("resident", "streamed"):
         data = load_dataset("packed", root, placement=placement)
-        views = make_views(data, 0.2, *data.normalisation())
+        views = make_views(data, 0.2, *data.normalization())
         found.append(make_source(data.train_images, data.train_labels, views, torch.device(device)))
     return found
 
@@ -123,7 +123,7 @@ def test_an_epoch_may_be_broken_off(root):
 def test_reading_is_ahead_but_not_far(root, monkeypatch):
     data = load_dataset("packed", root, placement="streamed")
     streamed = StreamedSource(
-        data.train_images, data.train_labels, make_views(data, 0.0, *data.normalisation()), depth=3
+        data.train_images, data.train_labels, make_views(data, 0.0, *data.normalization()), depth=3
     )
     reads, enough = [], threading.Event()
     plain = streamed.reader.read
@@ -245,7 +245,7 @@ def test_more_steps_than_were_told_are_an_error_not_a_wait(root):
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_resident_images_are_shared_while_somebody_has_them(root, device):
     data = load_dataset("packed", root, placement="resident")
-    views = make_views(data, 0.0, *data.normalisation())
+    views = make_views(data, 0.0, *data.normalization())
 
     def make():
         return make_source(data.train_images, data.train_labels, views, torch.device(device))

@@ -141,9 +141,9 @@ def test_rows_are_the_files_in_their_order(root, tmp_path):
     assert lines[0] == "val/n00000000/000.png"
 
 
-def test_grey_cmyk_palette_and_turned_images(root, tmp_path):
+def test_gray_cmyk_palette_and_turned_images(root, tmp_path):
     folder = root / "train" / "n00000000"
-    save(Image.new("L", (20, 20), 77), folder / "a-grey.jpg", quality=95)
+    save(Image.new("L", (20, 20), 77), folder / "a-gray.jpg", quality=95)
     save(Image.new("CMYK", (20, 20), (0, 255, 255, 0)), folder / "b-cmyk.jpg", quality=95)
     save(Image.new("RGB", (20, 20), (1, 2, 3)).quantize(4), folder / "c-palette.png")
     pixels = np.zeros((20, 20, 3), np.uint8)
@@ -152,8 +152,8 @@ def test_grey_cmyk_palette_and_turned_images(root, tmp_path):
     exif[0x0112] = 6
     save(Image.fromarray(pixels), folder / "d-turned.jpg", exif=exif, quality=95)
     images, _ = rows(make_store(root, tmp_path / "store", 16))
-    grey, cmyk, palette, turned = images[5:9].astype(int)
-    assert np.abs(grey - 77).max() <= 1
+    gray, cmyk, palette, turned = images[5:9].astype(int)
+    assert np.abs(gray - 77).max() <= 1
     assert np.abs(cmyk - np.array([255, 0, 0])[:, None, None]).max() <= 3
     assert np.abs(palette - np.array([1, 2, 3])[:, None, None]).max() == 0
     assert turned[:, :, :4].max() <= 8  # orientation 6: shown turned clockwise, so what was above is on the right
@@ -192,7 +192,7 @@ def outcome(read, file):
 
 
 def test_the_fast_decoder_leaves_damaged_files_to_pillow(tmp_path):
-    """Cut anywhere, a file is either refused as Pillow refuses it, or gives Pillow's pixels."""
+    """Cut anywhere, a file is either refused as Pillow incompatibility it, or gives Pillow's pixels."""
     whole = save(photo(4, 64, 64), tmp_path / "a.jpg").read_bytes()
     refused = 0
     file = tmp_path / "cut.jpg"
@@ -214,7 +214,7 @@ def test_the_fast_decoder_leaves_damaged_files_to_pillow(tmp_path):
         ({"restart_marker_blocks": 1, "keep_rgb": True}, True),
         ({"exif": b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0"}, False),
         ({"xmp": b"<x/>"}, False),
-        ({"icc_profile": b"colours"}, False),
+        ({"icc_profile": b"colors"}, False),
     ],
 )
 def test_pillow_reads_the_headers_that_are_not_certain(tmp_path, monkeypatch, options, certain):

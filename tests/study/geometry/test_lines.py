@@ -108,7 +108,7 @@ def test_seeds_are_not_mixed_silently(finished: Finished, few: Dataset, tmp_path
     assert [curve["name"] for curve in found["curves"]] == ["PODNet, seed 3", "PODNet, seed 4", "PODNet oracle, seed 3"]
     drawn = looks(found["curves"])
     assert [look.label for look in drawn] == [curve["name"] for curve in found["curves"]]
-    assert len({(look.colour, look.marker) for look in drawn}) == 3
+    assert len({(look.color, look.marker) for look in drawn}) == 3
     again = shutil.copytree(finished.plain, tmp_path / "again")
     found = walk([finished.plain, again], None, few, 0, 2, Setting(points=2))
     assert [curve["name"] for curve in found["curves"]] == ["PODNet (plain)", "PODNet (again)"]

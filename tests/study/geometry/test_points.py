@@ -78,7 +78,7 @@ def test_what_will_not_go_through_vmap_is_done_one_by_one(
 
     def branching(self: torch.nn.Module, images: Tensor) -> object:
         output = plain(self, images)
-        return output if float(output[1].sum()) < float("inf") else None  # a value is read: vmap refuses
+        return output if float(output[1].sum()) < float("inf") else None  # a value is read: vmap incompatibility
 
     monkeypatch.setattr(type(end.model), "forward", branching)
     points = Points(end, way="vmap")

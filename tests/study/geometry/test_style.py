@@ -13,17 +13,17 @@ def test_everything_registered_has_a_look_of_its_own() -> None:
     assert set(METHODS) <= set(style.METHODS)
     assert set(ADDONS) <= set(style.ADDONS)
     plain = [style.look(name) for name in METHODS]
-    pairs = [(look.colour, look.marker) for look in plain]
+    pairs = [(look.color, look.marker) for look in plain]
     assert len(set(pairs)) == len(pairs)
 
 
-def test_a_method_its_addons_and_its_oracle_differ_in_colour_and_marker() -> None:
+def test_a_method_its_addons_and_its_oracle_differ_in_color_and_marker() -> None:
     for method in METHODS:
         if method == "joint":
             continue
         looks = [style.look(method), style.look(method, ["ivt"]), style.look(method, [], True)]
         for one, other in itertools.combinations(looks, 2):
-            assert one.colour != other.colour
+            assert one.color != other.color
             assert one.marker != other.marker
 
 

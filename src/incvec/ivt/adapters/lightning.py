@@ -36,7 +36,7 @@ class IVTCallback(_lightning.Callback):  # type: ignore[name-defined,misc]
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()
-        # Lightning steps with a closure, which IVT's own hook refuses; see _before_step.
+        # Lightning steps with a closure, which IVT's own hook incompatibility; see _before_step.
         self.ivt = IVT(model, **options, listen=False)
         self._saved: Mapping[str, Tensor] | None = None
         self._handles: list[Any] = []

@@ -157,10 +157,10 @@ class Block(torch.autograd.Function):
         x = x.contiguous(memory_format=launch.LAST)
         z1, parts, rows = launch.product(x, weight1, stride=ctx.stride, moments=True)
         moments1 = launch.settle(parts, rows, z1, norm1)
-        inner = launch.normalise(z1, moments1, norm1, None, True)
+        inner = launch.normalize(z1, moments1, norm1, None, True)
         z2, parts, rows = launch.product(inner, weight2, moments=True)
         moments2 = launch.settle(parts, rows, z2, norm2)
-        y = launch.normalise(z2, moments2, norm2, x if other is None else other, module.relu)
+        y = launch.normalize(z2, moments2, norm2, x if other is None else other, module.relu)
         ctx.save_for_backward(
             x, z1, moments1, inner, z2, moments2, y if module.relu else None, weight1, gamma1, beta1, weight2, gamma2
         )  # fmt: skip
@@ -172,11 +172,11 @@ class Block(torch.autograd.Function):
         x, z1, moments1, inner, z2, moments2, y, weight1, gamma1, beta1, weight2, gamma2 = ctx.saved_tensors
         needs = ctx.needs_input_grad
         passed, sums2 = launch.sum_back(grad, y, z2, moments2)
-        to_z2 = launch.normalise_back(passed, z2, moments2, gamma2, sums2)
+        to_z2 = launch.normalize_back(passed, z2, moments2, gamma2, sums2)
         to_weight2 = launch.to_weight(inner, to_z2, weight2) if needs[6] else None
         to_inner, parts, _ = launch.product(to_z2, weight2, mirror=True, end=Masked(z1, moments1, gamma1, beta1))
         sums1 = launch.add_parts(parts)
-        to_z1 = launch.normalise_back(to_inner, z1, moments1, gamma1, sums1)
+        to_z1 = launch.normalize_back(to_inner, z1, moments1, gamma1, sums1)
         to_weight1 = launch.to_weight(x, to_z1, weight1, stride=ctx.stride) if needs[3] else None
         to_x = None
         if needs[1]:
@@ -193,7 +193,7 @@ class Entrance(torch.autograd.Function):
     def forward(ctx: Any, module: Stem, x: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
         z, parts, rows = launch.product(x, weight, moments=True)
         moments = launch.settle(parts, rows, z, module.norm)
-        y = launch.normalise(z, moments, module.norm, None, True)
+        y = launch.normalize(z, moments, module.norm, None, True)
         ctx.save_for_backward(x, z, moments, y, weight, gamma)
         return y
 
@@ -202,6 +202,6 @@ class Entrance(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, z, moments, y, weight, gamma = ctx.saved_tensors
         passed, sums = launch.sum_back(grad, y, z, moments)
-        to_z = launch.normalise_back(passed, z, moments, gamma, sums)
+        to_z = launch.normalize_back(passed, z, moments, gamma, sums)
         to_weight = launch.to_weight(x, to_z, weight) if ctx.needs_input_grad[2] else None
         return None, None, to_weight, sums[1], sums[0]

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""3x3 convolutions of few channels and their batch normalisation as Triton kernels.
+"""3x3 convolutions of few channels and their batch normalization as Triton kernels.
 
 Maps are NHWC in bfloat16, that is rows of C numbers, one for each pixel p = (n, h, w); sums are in float32. With a
 shift s(t) of tap t = (dh, dw), the three products of a layer are
@@ -9,7 +9,7 @@ shift s(t) of tap t = (dh, dw), the three products of a layer are
     to w       gw[t, i, o] = sum_p x[p + s(t), i] g[p, o]
 
 each a matrix product whose left side is read shifted, straight from the image: nothing is unfolded in memory.
-A pixel's three neighbours in an image row lie one after the other, so `GROUP = 3` reads a whole row of taps as
+A pixel's three neighbors in an image row lie one after the other, so `GROUP = 3` reads a whole row of taps as
 one run of 3C numbers (padded to 4C, which is a power of two) and takes three products instead of nine. `GROUP = 9`
 gathers all taps of the few channels of an image as one run.
 
@@ -30,8 +30,8 @@ KIND = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
 # What `correlate` does to its tile before it stores it.
 PLAIN = tl.constexpr(0)
 MOMENTS = tl.constexpr(1)  # also its mean and its sum of squared deviations, into `parts`
-NORMED = tl.constexpr(2)  # normalises by given moments, adds `other`, applies the ReLU
-MASKED = tl.constexpr(3)  # passes where the normalised `other` is positive; sums for its backward, into `parts`
+NORMED = tl.constexpr(2)  # normalizes by given moments, adds `other`, applies the ReLU
+MASKED = tl.constexpr(3)  # passes where the normalized `other` is positive; sums for its backward, into `parts`
 ADDED = tl.constexpr(4)  # adds `other`
 
 
@@ -267,7 +267,7 @@ def settle(
 
 
 @triton.jit
-def normalise(
+def normalize(
     z, other, y, moments, gamma, beta, pixels,
     C: tl.constexpr, ROWS: tl.constexpr, OTHER: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
@@ -289,7 +289,7 @@ def normalise(
 @triton.jit
 def sum_back(gy, y, z, g, parts, moments, pixels, C: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr):
     """g = gy where y > 0 (all of gy without RELU, then nothing is stored), and its sums: g, and g times the
-    normalised z."""
+    normalized z."""
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, C)
     inside = (p < pixels)[:, None]
@@ -306,8 +306,8 @@ def sum_back(gy, y, z, g, parts, moments, pixels, C: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit
-def normalise_back(g, z, gz, moments, gamma, sums, pixels, C: tl.constexpr, ROWS: tl.constexpr):
-    """gz = gamma / deviation (g - sum g / n - hat sum(g hat) / n), with hat the normalised z."""
+def normalize_back(g, z, gz, moments, gamma, sums, pixels, C: tl.constexpr, ROWS: tl.constexpr):
+    """gz = gamma / deviation (g - sum g / n - hat sum(g hat) / n), with hat the normalized z."""
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, C)
     inside = (p < pixels)[:, None]

@@ -107,7 +107,7 @@ def _run(group: int, channels: int) -> int:
 
 
 class Normed(NamedTuple):
-    """What `product` shall do to its result: normalise by these moments, add `other`, apply the ReLU."""
+    """What `product` shall do to its result: normalize by these moments, add `other`, apply the ReLU."""
 
     norm: nn.BatchNorm2d
     other: Tensor | None
@@ -255,14 +255,14 @@ def settle(parts: Tensor, rows: int, z: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     return moments
 
 
-def normalise(z: Tensor, moments: Tensor, norm: nn.BatchNorm2d, other: Tensor | None, relu: bool) -> Tensor:
+def normalize(z: Tensor, moments: Tensor, norm: nn.BatchNorm2d, other: Tensor | None, relu: bool) -> Tensor:
     """relu(norm(z) + other), by the given moments."""
     pixels, channels, programs = _grid(z)
     y = torch.empty_like(z)
     if other is not None:
         other = other.contiguous(memory_format=LAST)
     with _on(z):
-        _kernels().normalise[(programs,)](
+        _kernels().normalize[(programs,)](
             z, y if other is None else other, y, moments, norm.weight, norm.bias, pixels,
             C=channels, ROWS=_rows(channels), OTHER=other is not None, RELU=relu, num_warps=8,
         )  # fmt: skip
@@ -270,7 +270,7 @@ def normalise(z: Tensor, moments: Tensor, norm: nn.BatchNorm2d, other: Tensor | 
 
 
 def sum_back(grad: Tensor, y: Tensor | None, z: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient that relu let pass (y None: no ReLU), and its sums for the normalisation of z."""
+    """The gradient that relu let pass (y None: no ReLU), and its sums for the normalization of z."""
     pixels, channels, programs = _grid(z)
     grad = grad.contiguous(memory_format=LAST)
     passed = grad if y is None else torch.empty_like(grad)
@@ -284,18 +284,18 @@ def sum_back(grad: Tensor, y: Tensor | None, z: Tensor, moments: Tensor) -> tupl
 
 
 def add_parts(parts: Tensor) -> Tensor:
-    """[2, C]: the gradients to a normalisation's bias and weight, from their parts."""
+    """[2, C]: the gradients to a normalization's bias and weight, from their parts."""
     total = torch.empty(parts.shape[1:], device=parts.device)
     _add_up(parts, total)
     return total
 
 
-def normalise_back(grad: Tensor, z: Tensor, moments: Tensor, gamma: Tensor, sums: Tensor) -> Tensor:
-    """The gradient to z from the one to its normalised values."""
+def normalize_back(grad: Tensor, z: Tensor, moments: Tensor, gamma: Tensor, sums: Tensor) -> Tensor:
+    """The gradient to z from the one to its normalized values."""
     pixels, channels, programs = _grid(z)
     to_z = torch.empty_like(z)
     with _on(z):
-        _kernels().normalise_back[(programs,)](
+        _kernels().normalize_back[(programs,)](
             grad, z, to_z, moments, gamma, sums, pixels, C=channels, ROWS=_rows(channels), num_warps=8
         )  # fmt: skip
     return to_z

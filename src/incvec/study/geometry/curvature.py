@@ -114,7 +114,7 @@ def quadratic(fisher: Tensor, d: Tensor) -> float:
 
 
 def by_part(past: State, now: State, start: State, end: State) -> dict[str, dict[str, float | None]]:
-    """Per part (stem, stages, head) and over all: F_t / Fbar_{t-1}, mean S, distance travelled.
+    """Per part (stem, stages, head) and over all: F_t / Fbar_{t-1}, mean S, distance traveled.
 
     Weights that IVT did not see trained in the task (PODNet's older proxies) have no F_t, and S is not applied to
     them: they are left out.
@@ -192,10 +192,10 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     shades = colormaps[style.SEQUENTIAL]
     parts = sorted({part for row in tasks for part in row["parts"] if part != "all"}, key=place)
     for number, row in enumerate(tasks):
-        colour = shades(0.9 * number / max(1, len(tasks) - 1))
+        color = shades(0.9 * number / max(1, len(tasks) - 1))
         for axes, key in ((left, "fisher_ratio"), (right, "scale")):
             values = [row["parts"].get(part, {}).get(key) for part in parts]
-            axes.plot(range(len(parts)), values, color=colour, marker="o", label=f"task {row['task'] + 1}")
+            axes.plot(range(len(parts)), values, color=color, marker="o", label=f"task {row['task'] + 1}")
     left.set_yscale("log")
     style.tidy(left, "Fisher of the new task over that of the past", "", "")
     style.tidy(right, "Mean S: 1 keeps the step, ½ halves it", "", "")
@@ -211,8 +211,8 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     for row, axes in zip(tasks, panels, strict=False):
         for key, name, dashes in kinds:
             if row[key] is not None:
-                axes.plot(row["x"], row[key], color=style.GREY, dashes=dashes, linewidth=1.8, label=name)
-        axes.plot(row["x"], row["measured"], color=look.colour, marker=look.marker, markersize=4, label="measured")
+                axes.plot(row["x"], row[key], color=style.GRAY, dashes=dashes, linewidth=1.8, label=name)
+        axes.plot(row["x"], row["measured"], color=look.color, marker=look.marker, markersize=4, label="measured")
         style.tidy(axes, f"On the way to task {row['task'] + 1}", "share of the way")
         axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     for axes in panels[::columns]:

@@ -42,9 +42,9 @@ def looks(curves: Sequence[Mapping[str, Any]]) -> list[style.Look]:
     spare = cycle(style.SPARE)
     for curve in curves:
         look = style.look(curve["method"], curve["addons"], curve["oracle"])._replace(label=curve["name"])
-        if any((look.colour, look.marker) == (known.colour, known.marker) for known in found):
-            colour, marker = next(spare)
-            look = look._replace(colour=colour, marker=marker)
+        if any((look.color, look.marker) == (known.color, known.marker) for known in found):
+            color, marker = next(spare)
+            look = look._replace(color=color, marker=marker)
         found.append(look)
     return found
 
@@ -63,9 +63,9 @@ def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
                 x, y = curve["distance" if along == "distance" else "x"], curve[what][key]
                 height = curve["barrier"][what][key]
                 number = f"{height:.1f}" if what == "accuracy" else f"{height:.2f}"
-                barriers.append((f"{GLYPHS.get(look.marker, look.marker)} {number}", look.colour))
+                barriers.append((f"{GLYPHS.get(look.marker, look.marker)} {number}", look.color))
                 axes.plot(
-                    x, y, color=look.colour, dashes=look.dashes or (None, None), linewidth=2, label=look.label,
+                    x, y, color=look.color, dashes=look.dashes or (None, None), linewidth=2, label=look.label,
                     marker=look.marker, markevery=[len(x) - 1], markersize=look.size + 2, markeredgecolor="white",
                     markeredgewidth=0.8, zorder=3,
                 )  # fmt: skip
@@ -75,7 +75,7 @@ def draw_path(found: Mapping[str, Any], stem: Path) -> list[Path]:
             title = f"Accuracy on {tasks}, %" if what == "accuracy" else f"Loss on {tasks}"
             title += "\n" if len(barriers) > BESIDE else ""
             style.tidy(axes, title, below if row == 1 else "")
-            style.coloured_words(axes, [("barrier", "#555555"), *barriers])
+            style.colored_words(axes, [("barrier", "#555555"), *barriers])
     style.legend_below(figure, table[0][0])
     style.note(figure, told_how(found))
     return style.save(figure, stem)
@@ -89,20 +89,20 @@ def draw_tradeoff(found: Mapping[str, Any], stem: Path) -> list[Path]:
         i, t = panel["task_from"], panel["task_to"]
         for curve, look in zip(panel["curves"], looks(panel["curves"]), strict=True):
             x, y = curve["accuracy"]["old"], curve["accuracy"]["new"]
-            axes.plot(x, y, color=look.colour, linewidth=0.8, alpha=0.35)
-            axes.scatter(x, y, color=look.colour, s=16, alpha=0.8, linewidths=0)
+            axes.plot(x, y, color=look.color, linewidth=0.8, alpha=0.35)
+            axes.scatter(x, y, color=look.color, s=16, alpha=0.8, linewidths=0)
             slope, r2 = curve["fit"]["slope"], curve["fit"]["r2"]
             if slope is not None:
                 ends = [min(x), max(x)]
                 axes.plot(
-                    ends, [curve["fit"]["intercept"] + slope * v for v in ends], color=look.colour,
+                    ends, [curve["fit"]["intercept"] + slope * v for v in ends], color=look.color,
                     dashes=(4, 1.5), linewidth=1.6,
                 )  # fmt: skip
             number = f"{slope or 0:.2f}".replace("-", "−")
             told = "no linear fit" if slope is None else f"linear fit, slope {number}, r² {r2 or 0:.2f}"
             axes.plot(x[0], y[0], color="black", marker="o", markersize=6, zorder=3)
             axes.plot(
-                x[-1], y[-1], color=look.colour, marker=look.marker, markersize=look.size + 3, linestyle="",
+                x[-1], y[-1], color=look.color, marker=look.marker, markersize=look.size + 3, linestyle="",
                 markeredgecolor=RED, markeredgewidth=1.2, zorder=4, label=f"{look.label}: {told}",
             )  # fmt: skip
         style.tidy(

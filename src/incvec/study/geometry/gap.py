@@ -174,19 +174,19 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
         steps = range(1, len(means) + 1)
         if means:
             left.plot(
-                steps, means, color=look.colour, marker=look.marker, dashes=look.dashes, markersize=look.size,
+                steps, means, color=look.color, marker=look.marker, dashes=look.dashes, markersize=look.size,
                 linewidth=2, label=look.label,
             )  # fmt: skip
             stds = [value["std"] or 0.0 for value in run["accuracy"]]
             low, high = ([m + sign * s for m, s in zip(means, stds, strict=True)] for sign in (-1, 1))
-            left.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
+            left.fill_between(steps, low, high, color=look.color, alpha=0.15, linewidth=0)
         else:
             final = max(len(each["accuracy"]) for each in found["runs"])
             left.plot(
-                final, run["LA"]["mean"], color=look.colour, marker=look.marker, markersize=look.size + 4,
+                final, run["LA"]["mean"], color=look.color, marker=look.marker, markersize=look.size + 4,
                 linestyle="", label="joint (multi-task optimum)",
             )  # fmt: skip
-        bar = right.bar(place, run["LA"]["mean"], yerr=run["LA"]["std"], color=look.colour, width=0.65, capsize=4)
+        bar = right.bar(place, run["LA"]["mean"], yerr=run["LA"]["std"], color=look.color, width=0.65, capsize=4)
         share = (
             ""
             if run["gap_closed"] is None

@@ -177,7 +177,7 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
     texts = dict(zip(levels, (f"{value:g}" for value in shown), strict=True))
     axes.clabel(lines, fmt=lambda level: texts[min(levels, key=lambda known: abs(known - level))], fontsize=7.5)
     bar = figure.colorbar(filled, cax=axes.inset_axes((1.02, 0, 0.04, 1)))  # as high as the plane, whatever its shape
-    bar.set_label("test loss (logarithmic colours)", fontsize=9.5)
+    bar.set_label("test loss (logarithmic colors)", fontsize=9.5)
     bar.set_ticks(levels, labels=[texts[level] for level in levels])
     bar.ax.tick_params(labelsize=9)
     before = found["task"]
@@ -193,7 +193,7 @@ def draw(found: Mapping[str, Any], stem: Path) -> list[Path]:
             )
         axes.plot(
             mark["a"], mark["b"], linestyle="", label=f"{name}: loss {mark['loss']:.2f}, {mark['accuracy']:.1f} %",
-            color="black" if origin else look.colour, marker="o" if origin else look.marker,
+            color="black" if origin else look.color, marker="o" if origin else look.marker,
             markersize=look.size + (2 if origin else 4), markeredgecolor="white", markeredgewidth=1.3, zorder=3,
         )  # fmt: skip
     style.tidy(axes, f"Test loss on all classes seen, after task {before + 1}", "distance along u", "distance along v")

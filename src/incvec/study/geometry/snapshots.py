@@ -19,7 +19,7 @@ from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.data.source import chunk
 from incvec.engine.build import Parts, build, pick_device
-from incvec.engine.restore import Rooms, grow, restore
+from incvec.engine.restore import Namespaces, grow, restore
 from incvec.errors import CheckpointError, ConfigError, DataError
 from incvec.methods import find_method
 from incvec.presets import SETTINGS, resolve
@@ -33,7 +33,7 @@ class Rebuilt:
     config: RunConfig
     parts: Parts
     task: Task  # the last one its structure was grown for
-    rooms: Rooms = field(default_factory=dict)  # the snapshot's tensors, the add-ons' among them
+    rooms: Namespaces = field(default_factory=dict)  # the snapshot's tensors, the add-ons' among them
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
