@@ -89,6 +89,6 @@ def same_weights(a: Path, b: Path) -> None:
 
 def same_record(a: dict[str, Any], b: dict[str, Any]) -> None:
     """Two records agree in everything but how long it took."""
-    for key in ("metrics", "accuracy", "correct", "config", "facts", "test_counts", "class_order"):
+    for key in ("metrics", "accuracy", "correct", "config", "statistics", "test_counts", "class_order"):
         assert a[key] == b[key], key
     assert [row["terms"] for row in a["losses"]] == [row["terms"] for row in b["losses"]]

@@ -22,6 +22,14 @@ from incvec.errors import ConfigError, nearest
 Normalization = Literal["default", "lucir"]
 Ints = Annotated[tuple[int, ...], Field(strict=False)]
 
+# Settings that had another name once: refused with the new name in a config, translated in records and checkpoints.
+RENAMED_SETTINGS = {
+    "optimiser": "optimizer",
+    "optimiser_state": "optimizer_state",
+    "normalisation": "normalization",
+    "centre": "center",
+}
+
 
 class Options(BaseModel):
     """Settings of one method or add-on; the defaults are the paper's values for CIFAR-100."""
@@ -124,6 +132,8 @@ def validate(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
     prefix = f"{where}." if where else ""
     for key in values:
         if key not in known:
+            if RENAMED_SETTINGS.get(key) in known:
+                raise ConfigError(f"the setting {prefix}{key} is now called {prefix}{RENAMED_SETTINGS[key]}.")
             raise ConfigError(
                 f"unknown setting {prefix}{key!s}.{nearest(key, known)} Known settings"
                 f"{' of ' + where if where else ''}: {', '.join(sorted(known))}."
@@ -135,6 +145,14 @@ def validate(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
         key = ".".join(str(part) for part in first["loc"])
         given = first.get("input")
         raise ConfigError(f"setting {prefix}{key} = {given!r} is not possible: {first['msg']}.") from None
+
+
+def upgrade_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the present names of its settings."""
+    return {
+        RENAMED_SETTINGS.get(key, key): upgrade_settings(value) if isinstance(value, Mapping) else value
+        for key, value in saved.items()
+    }
 
 
 def assign(tree: dict[str, Any], setting: str) -> None:

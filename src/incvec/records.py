@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from incvec.config import upgrade_settings
 from incvec.errors import DataError
 
-FORMAT = 1
+FORMAT = 2  # 1 had "facts" for "statistics" and British names of settings
+READABLE_FORMATS = (1, FORMAT)
 REQUIRED: dict[str, type] = {
     "method": str, "addons": list, "dataset": str, "tasks": int, "oracle": bool, "seed": int, "accuracy": list,
     "test_counts": list, "metrics": dict,
@@ -82,9 +84,9 @@ def read_record(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is not a record: it holds a {type(record).__name__}, a mapping was expected.")
     missing = [key for key in REQUIRED if key not in record]
     # Another format may lack parts. What has none of them is no record at all: other files have a format, too.
-    if len(missing) < len(REQUIRED) and record.get("format", FORMAT) != FORMAT:
+    if len(missing) < len(REQUIRED) and record.get("format", 1) not in READABLE_FORMATS:
         raise DataError(
-            f"{path} is a record of format {record['format']!r}, this version of incvec reads {FORMAT}: take the "
+            f"{path} is a record of format {record['format']!r}, this version of incvec reads up to {FORMAT}: take the "
             "version that wrote it, or a newer one."
         )
     if missing:
@@ -99,6 +101,16 @@ def read_record(path: Path) -> dict[str, Any]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
+    return upgrade_record(record)
+
+
+def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of an earlier format under the names of the present one."""
+    if record.get("format", 1) == 1:
+        if "facts" in record:
+            record["statistics"] = record.pop("facts")
+        if "config" in record:
+            record["config"] = upgrade_settings(record["config"])
     return record
 
 

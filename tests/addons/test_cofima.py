@@ -196,7 +196,7 @@ def test_prototypes_are_those_of_the_merged_model(few: Dataset, tmp_path: Path, 
 
 def test_the_share_of_the_new_is_recorded(few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "finetune", "cofima", cofima={"alpha": 1.0, "clip": None})
-    shares = [row["cofima"]["share"] for row in run.progress.facts]
+    shares = [row["cofima"]["share"] for row in run.progress.statistics]
     assert shares == [0, 1, 1]  # nothing merged; then all of the new
     run = run_on(few, tmp_path / "half", "finetune", "cofima")
-    assert all(0 < row["cofima"]["share"] < 1 for row in run.progress.facts[1:])
+    assert all(0 < row["cofima"]["share"] < 1 for row in run.progress.statistics[1:])

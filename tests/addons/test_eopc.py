@@ -360,7 +360,7 @@ def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
     assert (path.name, path.role, path.owner, path.batchnorm) == ("eopc-path", "path", "eopc", "frozen")
     assert path.optimizer is not None
     assert path.optimizer.momentum == 0
-    assert [sorted(row["eopc"]) for row in run.progress.facts] == [[], ["max_a", "max_b"], ["max_a", "max_b"]]
+    assert [sorted(row["eopc"]) for row in run.progress.statistics] == [[], ["max_a", "max_b"], ["max_a", "max_b"]]
     assert run.parts.addons[0].state() == {}  # nothing is carried between tasks
 
 

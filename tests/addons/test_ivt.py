@@ -831,7 +831,7 @@ def test_an_optimiser_without_state_can_be_reset(few: Dataset, tmp_path: Path) -
 
 def test_facts_speak_of_the_last_epoch(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
     run = run_on(few, tmp_path, "finetune", "ivt", ivt={"interval": 2})
-    base, *rest = (row["ivt"] for row in run.progress.facts)
+    base, *rest = (row["ivt"] for row in run.progress.statistics)
     assert base == {}
     for facts, row in zip(rest, teleports.rows, strict=True):
         assert {"all", "backbone.stem.conv"} <= set(facts)
@@ -862,7 +862,7 @@ def test_host_memory_changes_no_bit(batchnorm: str, few: Dataset, tmp_path: Path
     ]
     first, second = (finish(run) for run in runs)
     assert first["accuracy"] == second["accuracy"]
-    assert first["facts"] == second["facts"]
+    assert first["statistics"] == second["statistics"]
     for task in range(3):
         same_weights(runs[0].snapshot_path(task), runs[1].snapshot_path(task))
 

@@ -158,7 +158,7 @@ def test_a_memory_too_small_to_be_split_is_refused(few: Dataset, tmp_path: Path)
 
 def test_corrections_are_not_teleported(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "bic", "ivt")
-    parts = run.progress.facts[2]["ivt"]
+    parts = run.progress.statistics[2]["ivt"]
     assert {"head.blocks.0", "head.blocks.1"} <= set(parts)
     assert not [part for part in parts if part.startswith("corrections")]
 

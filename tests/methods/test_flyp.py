@@ -197,7 +197,7 @@ def test_two_tasks_on_the_digits(method: str, addons: tuple[str, ...], few: Data
     assert new > 35  # chance is 17
     if addons:
         assert record["config"]["ivt"]["interval"] == 3
-        assert 0.5 <= record["facts"][1]["ivt"]["all"]["scale"] <= 1
+        assert 0.5 <= record["statistics"][1]["ivt"]["all"]["scale"] <= 1
 
 
 def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:

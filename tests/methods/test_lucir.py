@@ -136,7 +136,7 @@ def test_the_balanced_stage_has_a_schedule_of_its_own_and_fixed_statistics(
 
 def test_frozen_rows_are_not_teleported(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "lucir", "ivt")
-    parts = run.progress.facts[2]["ivt"]
+    parts = run.progress.statistics[2]["ivt"]
     assert "head.scale" in parts
     assert not [part for part in parts if part.startswith("head.blocks")]
 

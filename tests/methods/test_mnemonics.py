@@ -284,7 +284,7 @@ def test_add_ons_reach_the_factors_from_the_second_increment_on(few: Dataset, tm
     """The stem has a convolution and a norm: of the two only the norm has a past in the first increment."""
     run = make_run(few, tmp_path, quick("mnemonics", "ivt"))
     finish(run)
-    first, second = ({p for p in run.progress.facts[task]["ivt"] if "stem" in p} for task in (1, 2))
+    first, second = ({p for p in run.progress.statistics[task]["ivt"] if "stem" in p} for task in (1, 2))
     assert first == {"backbone.stem.norm"}
     assert second == {"backbone.stem.conv", "backbone.stem.norm"}
 

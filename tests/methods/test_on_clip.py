@@ -69,7 +69,7 @@ def test_two_tasks(
         still = {name for name, entries in moved.items() if not entries.any()}
         assert not {name for name in still if not name.endswith("k_proj.bias")}  # softmax does not see that one
     if addons:
-        assert 0.5 <= record["facts"][1]["ivt"]["all"]["scale"] <= 1
+        assert 0.5 <= record["statistics"][1]["ivt"]["all"]["scale"] <= 1
 
 
 def check_spu(moved: dict[str, Tensor], after: dict[str, Tensor]) -> None:

@@ -198,7 +198,7 @@ def test_the_base_task_divides_its_logits_by_the_temperature(few: Dataset, tmp_p
 
 def test_add_ons_reach_the_adapters_from_the_second_increment_on(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "ssre", "ivt")
-    first, second = (set(run.progress.facts[task]["ivt"]) for task in (1, 2))
+    first, second = (set(run.progress.statistics[task]["ivt"]) for task in (1, 2))
     assert first == {"all", "head.blocks.0"}
     assert second == {"all", "backbone.stages.0", "backbone.stages.1", "head.blocks.0", "head.blocks.1"}
 

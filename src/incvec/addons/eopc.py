@@ -174,7 +174,7 @@ class EOPC(AddOn):
     def __init__(self, options: EOPCOptions, world: World, method: Method) -> None:
         super().__init__(options, world, method)
         self.start, self.bends, self.path = {}, {}, None
-        self._facts: dict[str, Any] = {}
+        self._statistics: dict[str, Any] = {}
 
     @classmethod
     def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
@@ -274,7 +274,7 @@ class EOPC(AddOn):
         self.method.refresh(task)
 
     def end_task(self, task: Task, base_fisher: Mapping[str, Tensor] | None) -> None:
-        self._facts = {f"max_{name}": float(f"{bend.abs().max():.5g}") for name, bend in self.bends.items()}
+        self._statistics = {f"max_{name}": float(f"{bend.abs().max():.5g}") for name, bend in self.bends.items()}
         self.start, self.bends = {}, {}
 
     def parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
@@ -288,4 +288,4 @@ class EOPC(AddOn):
         self.bends = {name: nn.Parameter(tensor) for name, tensor in group_of(state, "bends").items()}
 
     def statistics(self) -> dict[str, Any]:
-        return self._facts
+        return self._statistics

@@ -81,7 +81,7 @@ class IVTAddOn(AddOn):
         )
         self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they or maps go back
         self.sums: dict[str, Tensor] = {}  # and their sums, where one epoch measures them anew: never saved
-        self._facts: dict[str, Any] = {}
+        self._statistics_of_task: dict[str, Any] = {}
 
     @classmethod
     def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
@@ -337,7 +337,7 @@ class IVTAddOn(AddOn):
             assert base_fisher is not None
             self._anchor()
             self.plugin.set_fisher(base_fisher)
-        self._facts = self._account() if task.index > 0 else {}
+        self._statistics_of_task = self._account() if task.index > 0 else {}
         self.plugin.end_task()
         self.buffers = {}
 
@@ -356,7 +356,7 @@ class IVTAddOn(AddOn):
         self.plugin.load_state_dict({n: t for n, t in state.items() if not n.startswith("buffers/")})
 
     def statistics(self) -> dict[str, Any]:
-        return self._facts
+        return self._statistics_of_task
 
     @torch.no_grad()
     def _account(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class Progress:
 
     correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
     losses: list[dict[str, Any]] = field(default_factory=list)  # a row a stage
-    facts: list[dict[str, Any]] = field(default_factory=list)  # a row a task, from the add-ons
+    statistics: list[dict[str, Any]] = field(default_factory=list)  # a row a task, from the add-ons
     task_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ def make_record(
         "seconds": seconds,
         "task_seconds": progress.task_seconds,
         "losses": progress.losses,
-        "facts": progress.facts,
+        "statistics": progress.statistics,
         "base": progress.base,
         "engine": {
             "kind": parts.engine,

@@ -296,7 +296,7 @@ class Run:
         self._reseed(task.index, "end_task")
         method.end_task(task)
         self._settle()
-        self.progress.facts.append({addon.name: addon.statistics() for addon in addons})
+        self.progress.statistics.append({addon.name: addon.statistics() for addon in addons})
         self.progress.task_seconds.append(round(time.monotonic() - began, 3))  # of this life, without evaluation
         yield from self._evaluate(task)
         if task.index == 0:

@@ -49,7 +49,7 @@ def test_weights_that_were_not_trained_have_no_part(finished: Finished, few: Dat
     found = by_part({"head.old": same, "head.scale": same}, {"head.old": same, "head.scale": 2 * same},
                     *({"head.old": x * same, "head.scale": x * same} for x in (0, 1)))  # fmt: skip
     assert found["head"]["scale"] == pytest.approx(2 / 3)
-    told = [facts["ivt"] for facts in finished.records["ivt"]["facts"][1:]]
+    told = [facts["ivt"] for facts in finished.records["ivt"]["statistics"][1:]]
     parts = [row["parts"]["all"] for row in curvature(finished.ivt, few, Setting(points=2))["tasks"]]
     assert [part["scale"] for part in parts] == pytest.approx([facts["all"]["scale"] for facts in told], rel=1e-3)
 
