@@ -124,7 +124,7 @@ def test_exactly_what_is_old_and_trains_is_teleported(
     names: list[set[str]] = []  # of the model's parameters, as each task ended
     trained: list[set[str]] = []
 
-    def end(self: IVTAddOn, task: Task, base_fisher: Any) -> None:
+    def end(self: IVTAddOn, task: Task) -> None:
         names.append({name for name, _ in self.method.model.named_parameters()})
         main = next(stage for stage in self.method.stages(task) if stage.role == "main")
         owned = {name for name in names[-1] if any(group.owns(f"model.{name}") for group in main.groups)}
@@ -719,7 +719,8 @@ def test_the_batch_fisher_is_that_of_the_base_tasks_last_epoch(
 ) -> None:
     given: list[Tensors] = []
 
-    def end(self: IVTAddOn, task: Task, base_fisher: Tensors | None) -> None:
+    def end(self: IVTAddOn, task: Task) -> None:
+        base_fisher = self.world.base_fisher
         if task.index == 0:
             assert base_fisher is not None
             given.append({name: f.clone() for name, f in base_fisher.items()})

@@ -331,12 +331,12 @@ class IVTAddOn(AddOn):
                     getattr(module, kind).copy_(self.sums[f"{name}.{kind}"] / self.sums["count"])
             self.sums = {}
 
-    def end_task(self, task: Task, base_fisher: Mapping[str, Tensor] | None) -> None:
+    def end_task(self, task: Task) -> None:
         measured = self.options.first_fisher == "sample" or self.options.structure == "kernel"
         if task.index == 0 and not measured:
-            assert base_fisher is not None
+            assert self.world.base_fisher is not None
             self._anchor()
-            self.plugin.set_fisher(base_fisher)
+            self.plugin.set_fisher(self.world.base_fisher)
         self._statistics_of_task = self._account() if task.index > 0 else {}
         self.plugin.end_task()
         self.buffers = {}
