@@ -20,13 +20,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import incvec
+from incvec.atomic_files import FileLock
 from incvec.cli.main import app
 from incvec.cli.sweep import plan, sweep, sweeps
 from incvec.config import RunConfig
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
-from incvec.engine.shared_bases import Lock
 from incvec.engine.sweep import Check
 from incvec.errors import ConfigError, TrainingError
 from incvec.records import read_record
@@ -315,7 +315,7 @@ def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"name": "mine", "runs": [run]}))
     settings = ["method.epochs=1"]
     taken = plan(str(file), settings)[0][0]
-    lock = Lock(tmp_path / "out" / taken / ".lock")
+    lock = FileLock(tmp_path / "out" / taken / ".lock")
     assert lock.acquire()
     console = Console(file=io.StringIO(), width=200)
     assert sweep(str(file), tmp_path / "out", None, settings, 2, None, console) == 0
