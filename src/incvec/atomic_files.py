@@ -7,6 +7,7 @@ contiguous clones, and loading copies into tensors that already have the layout 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -15,14 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from incvec.errors import CheckpointError
+from incvec.errors import CheckpointError, IncvecError
 
 FORMAT = 1
 
@@ -60,6 +61,55 @@ def write_bytes(path: Path, content: bytes) -> None:
             f"could not write {path} ({len(content) / 1e6:.1f} MB): {error.strerror or error}. What was saved "
             "before is intact; free some space or choose another --out, then run the same command again."
         ) from error
+
+
+class FileLock:
+    """A lock file. The kernel holds the lock, so it is released when its holder dies.
+
+    `with FileLock(path):` raises `error` if another process holds it; `acquire` returns False instead.
+    """
+
+    def __init__(self, path: Path, error: type[IncvecError] = CheckpointError) -> None:
+        self.path, self.error = path, error
+        self._handle: int | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock. False, without waiting, if another process or object holds it."""
+        if self._handle is not None:
+            return True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise self.error(
+                f"could not write {self.path}: {error.strerror or error}. Choose a folder you may write to."
+            ) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        except OSError as error:
+            os.close(handle)
+            raise self.error(
+                f"{self.path} cannot be locked ({error.strerror}): its file system does not support locks. Choose a "
+                "folder on another file system."
+            ) from error
+        self._handle = handle
+        return True
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Self:
+        if not self.acquire():
+            raise self.error(f"another process is working in {self.path.parent}. Wait for it, or use another folder.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def sweep_temporaries(folder: Path, *names: str) -> None:

@@ -192,7 +192,7 @@ class World:
 
     device: torch.device
     tasks: tuple[Task, ...]
-    sources: Mapping[str, Source]  # "train" always; methods and add-ons may add their own
+    sources: Mapping[str, Source]  # "train" always; `add_source` adds others
     generator: torch.Generator  # reseeded by the engine at every hook and epoch; draws go through it
     image_shape: tuple[int, int, int]
     oracle: bool = False
@@ -202,9 +202,22 @@ class World:
     # steps: for add-ons that have moved weights and measure. All ranks see the same, and the same each time.
     probe: Callable[[int], None] = no_probe
 
+    # The diagonal batch Fisher of the base task's last epoch, by parameter name of `method.model`. Available to
+    # `AddOn.end_task` of the base task, None at any other time.
+    base_fisher: Mapping[str, Tensor] | None = None
+
     @property
     def train(self) -> Source:
         return self.sources["train"]
+
+    def add_source(self, name: str, source: Source) -> None:
+        """Register a source of the method's own, such as cached features, or replace an earlier one of that name.
+
+        A stage selects it with `Stage.source=name`. The training images stay what the engine loaded.
+        """
+        if name == "train":
+            raise ValueError('the source "train" holds the training images and cannot be replaced; use another name')
+        self.sources = {**self.sources, name: source}
 
 
 class Method(nn.Module):
@@ -289,6 +302,14 @@ class Method(nn.Module):
     def begin_evaluation(self, task: Task) -> None:
         """Class means, text features: whatever the classifiers need, from the weights at hand."""
 
+    def class_logits(self, logits: Tensor) -> Tensor:
+        """One logit per class seen, selected from the outputs of `model`.
+
+        The identity unless the head has several outputs per class, as with rotation labels. Add-ons and the study
+        use it to classify with any weights of `model`.
+        """
+        return logits
+
     def encode(self, images: Tensor) -> Tensor:
         """The part of `forward` that never changes, of a method that `rests`."""
         raise TypeError(f"{type(self).__name__} has no part that rests")
@@ -354,8 +375,8 @@ class AddOn:
 
     def end_stage(self, task: Task, stage: Stage) -> None: ...
 
-    def end_task(self, task: Task, base_fisher: Mapping[str, Tensor] | None) -> None:
-        """`base_fisher` is the diagonal batch Fisher of the base task's last epoch, on the base task only."""
+    def end_task(self, task: Task) -> None:
+        """The task's stages are done. On the base task, `world.base_fisher` is available."""
 
     def deployed(self, task: Task) -> Mapping[str, Tensor] | None:
         """Weights (names of `method.model`) to evaluate and snapshot instead of the trained ones, if any."""

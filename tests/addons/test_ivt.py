@@ -124,7 +124,7 @@ def test_exactly_what_is_old_and_trains_is_teleported(
     names: list[set[str]] = []  # of the model's parameters, as each task ended
     trained: list[set[str]] = []
 
-    def end(self: IVTAddOn, task: Task, base_fisher: Any) -> None:
+    def end(self: IVTAddOn, task: Task) -> None:
         names.append({name for name, _ in self.method.model.named_parameters()})
         main = next(stage for stage in self.method.stages(task) if stage.role == "main")
         owned = {name for name in names[-1] if any(group.owns(f"model.{name}") for group in main.groups)}
@@ -719,7 +719,8 @@ def test_the_batch_fisher_is_that_of_the_base_tasks_last_epoch(
 ) -> None:
     given: list[Tensors] = []
 
-    def end(self: IVTAddOn, task: Task, base_fisher: Tensors | None) -> None:
+    def end(self: IVTAddOn, task: Task) -> None:
+        base_fisher = self.world.base_fisher
         if task.index == 0:
             assert base_fisher is not None
             given.append({name: f.clone() for name, f in base_fisher.items()})
@@ -778,7 +779,7 @@ def test_stages_by_role(few: Dataset, tmp_path: Path, teleports: Teleports) -> N
 
 @pytest.mark.parametrize("choice", ["keep", "reset"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_state(choice: str, kind: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`reset` zeroes the state of what is teleported, and of nothing else; `keep` leaves all as it is."""
     states: list[tuple[Tensors, Tensors]] = []
     now: list[Tensors] = [{}]
@@ -796,7 +797,7 @@ def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, m
 
     watch(monkeypatch, IVTAddOn, "end_epoch", before=before, after=after)
     options = {"epochs": 3, "optimizer": kind, "lr": 0.01}
-    run_on(few, tmp_path, "finetune", "ivt", finetune=options, ivt={"interval": 2, "optimiser_state": choice}, tasks=1)
+    run_on(few, tmp_path, "finetune", "ivt", finetune=options, ivt={"interval": 2, "optimizer_state": choice}, tasks=1)
     assert len(states) == 3
     for epoch, (old, new) in enumerate(states, start=1):
         assert all(tensor.any() for tensor in old.values())
@@ -807,7 +808,7 @@ def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, m
                 assert torch.equal(tensor, old[name]), name
 
 
-def test_a_head_that_is_kept_keeps_its_optimiser_state(
+def test_a_head_that_is_kept_keeps_its_optimizer_state(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
@@ -818,13 +819,13 @@ def test_a_head_that_is_kept_keeps_its_optimiser_state(
         seen.append(tuple(bool(optimizer.state[named[n]]["momentum_buffer"].any()) for n in names))  # type: ignore[arg-type]
 
     watch(monkeypatch, IVTAddOn, "end_epoch", after=after)
-    run_on(few, tmp_path, "finetune", "ivt", ivt={"head": "keep", "optimiser_state": "reset"}, tasks=1)
+    run_on(few, tmp_path, "finetune", "ivt", ivt={"head": "keep", "optimizer_state": "reset"}, tasks=1)
     assert seen == [(True, False)] * 2
 
 
 def test_an_optimiser_without_state_can_be_reset(few: Dataset, tmp_path: Path) -> None:
     keep = run_on(few, tmp_path / "keep", "finetune", "ivt", finetune={"momentum": 0.0})
-    options = {"optimiser_state": "reset"}
+    options = {"optimizer_state": "reset"}
     reset = run_on(few, tmp_path / "reset", "finetune", "ivt", finetune={"momentum": 0.0}, ivt=options)
     same(snapshot(keep, 2), snapshot(reset, 2))
 

@@ -15,7 +15,7 @@ from incvec.cli.sweep import plan, sweeps
 from incvec.config import RunConfig
 from incvec.data.store.open import open_store
 from incvec.data.stream import split
-from incvec.presets import preset_file, resolve
+from incvec.presets import load_presets, resolve
 from tests.data.pictures import make_root, make_store
 
 
@@ -155,7 +155,7 @@ METHODS = ("podnet", "mrfa", "pass", "fcs", "ssre", "lucir", "icarl")
     ("dataset", "base", "tasks"), [("imagenet-subset", 50, 5), ("imagenet", 500, 10), ("tiny-imagenet-100", 50, 5)]
 )
 def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, tasks: int) -> None:
-    assert dataset in preset_file(method)
+    assert dataset in load_presets(method).datasets
     config = resolve({"method": method, "addons": ["ivt"] if method in METHODS[:4] else [], "dataset": dataset})
     assert (config.base_classes, config.tasks, config.order_seed) == (base, tasks, 1993)
     own = config.sections[method]

@@ -19,12 +19,12 @@ import yaml
 from rich.console import Console
 
 import incvec
+from incvec.atomic_files import FileLock
 from incvec.cli.sweep import plan, run_sweep
 from incvec.config import RunConfig
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
-from incvec.engine.shared_bases import Lock
 from incvec.engine.sweep import Check
 from incvec.errors import ConfigError, TrainingError
 from incvec.presets import sweeps
@@ -322,7 +322,7 @@ def test_run_of_another_process_is_skipped(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"name": "mine", "runs": [run]}))
     settings = ["method.epochs=1"]
     taken = plan(str(file), settings)[0][0]
-    lock = Lock(tmp_path / "out" / taken / ".lock")
+    lock = FileLock(tmp_path / "out" / taken / ".lock")
     assert lock.acquire()
     console = Console(file=io.StringIO(), width=200)
     assert run_sweep(str(file), tmp_path / "out", settings=settings, at_once=2, console=console) == 0

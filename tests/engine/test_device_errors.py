@@ -85,7 +85,7 @@ def test_our_kernels_are_left_out_where_they_fail(
 
     monkeypatch.setattr(kernels, "_enabled", True)
     monkeypatch.setattr(kernels, "available", lambda: kernels._enabled)
-    monkeypatch.setattr(speed, "capture", capture)
+    monkeypatch.setattr(speed, "capture_step", capture)
     run = make_run(few, tmp_path / "run", quick("finetune"))
     notices = finish(run)["engine"]["notices"]
     assert tries[:2] == [True, False]
@@ -104,7 +104,7 @@ def test_captured_where_it_cannot_be_compiled(few: Dataset, tmp_path: Path, monk
         if compiled:
             raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(speed, "capture", capture)
+    monkeypatch.setattr(speed, "capture_step", capture)
     notices = finish(make_run(few, tmp_path / "run", quick("finetune")))["engine"]["notices"]
     assert notices == ["stage 'main' could not be compiled and captured: RuntimeError: no compiler"]
     assert tries == [True, False, False, False]  # what failed once is not compiled again for each of three tasks
@@ -140,7 +140,7 @@ def test_a_capture_without_memory(few: Dataset, tmp_path: Path, monkeypatch: pyt
         tries += 1
         full()
 
-    monkeypatch.setattr(speed, "capture", capture)
+    monkeypatch.setattr(speed, "capture_step", capture)
     record = finish(make_run(few, tmp_path / "alone", quick("finetune")))
     assert tries == 6  # twice in each of three tasks: there may be room in the next one
     assert record["engine"]["notices"] == ["stage 'main' could not be compiled and captured: the memory of cpu is full"]

@@ -11,8 +11,9 @@ import torch
 
 from incvec.addons import ADDONS
 from incvec.data import Dataset
+from incvec.engine.capture import restored
 from incvec.engine.run import finish
-from incvec.engine.stage import StageLoop, copies
+from incvec.engine.stage import StageLoop
 from incvec.methods import METHODS, find_method
 from tests.conftest import make_run, quick
 from tests.hot_path import NoReading
@@ -65,11 +66,14 @@ def test_add_ons(addon: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.M
     assert steps["main"] > 1
 
 
-def test_what_has_two_names_is_copied_once_before_a_capture() -> None:
+def test_restored_puts_values_back_also_after_an_error() -> None:
     weight, empty = torch.arange(6.0).reshape(2, 3), torch.zeros(0)
-    kept = copies([weight, weight.detach(), weight.t(), weight[0], empty])
-    assert [tuple(tensor.shape) for tensor, _ in kept] == [(2, 3), (3, 2), (3,), (0,)]
-    weight.zero_()
-    for tensor, before in kept[:1]:
-        tensor.copy_(before)
+
+    def fail() -> None:
+        with restored([weight, weight.detach(), weight.t(), weight[0], empty]):
+            weight.zero_()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert weight.tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -273,7 +273,7 @@ class EOPC(AddOn):
         self.path = None
         self.method.refresh(task)
 
-    def end_task(self, task: Task, base_fisher: Mapping[str, Tensor] | None) -> None:
+    def end_task(self, task: Task) -> None:
         self._statistics = {f"max_{name}": float(f"{bend.abs().max():.5g}") for name, bend in self.bends.items()}
         self.start, self.bends = {}, {}
 

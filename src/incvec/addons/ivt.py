@@ -52,7 +52,7 @@ class IVTOptions(Options):
     interval: int | None = Field(10, ge=1, description="epochs between teleports; null: once, at the stage's end")
     structure: Literal["diagonal", "kernel"] = "diagonal"
     first_fisher: Literal["batch", "sample"] = "batch"
-    optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
+    optimizer_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
     batchnorm: Literal["keep", "interpolate", "recalibrate", "map", "layer"] = "keep"
     last: Literal["teleport", "skip"] = Field("teleport", description="after a stage's last epoch, where one is due")
     head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
@@ -250,7 +250,7 @@ class IVTAddOn(AddOn):
                 self._teleport_maps(stage)
             else:
                 self.plugin.teleport(self._left)
-            if self.options.optimiser_state == "reset" and optimizer is not None:
+            if self.options.optimizer_state == "reset" and optimizer is not None:
                 self._forget(optimizer)
 
     @property
@@ -331,12 +331,12 @@ class IVTAddOn(AddOn):
                     getattr(module, kind).copy_(self.sums[f"{name}.{kind}"] / self.sums["count"])
             self.sums = {}
 
-    def end_task(self, task: Task, base_fisher: Mapping[str, Tensor] | None) -> None:
+    def end_task(self, task: Task) -> None:
         measured = self.options.first_fisher == "sample" or self.options.structure == "kernel"
         if task.index == 0 and not measured:
-            assert base_fisher is not None
+            assert self.world.base_fisher is not None
             self._anchor()
-            self.plugin.set_fisher(base_fisher)
+            self.plugin.set_fisher(self.world.base_fisher)
         self._statistics_of_task = self._account() if task.index > 0 else {}
         self.plugin.end_task()
         self.buffers = {}

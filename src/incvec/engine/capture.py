@@ -1,19 +1,101 @@
-"""The fastest way a stage's step can go: compiled and captured, captured as it is, or eagerly."""
+"""CUDA graphs: capture any function, and capture a stage's step in the fastest way that works.
+
+A step is compiled and captured; if that fails, captured as it is; if that fails too, it runs eagerly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from incvec.engine.device_errors import account, free, is_out_of_memory, release_idle_memory
 from incvec.engine.distributed import SINGLE_PROCESS, Ranks
-from incvec.engine.stage import StageLoop, capture
+from incvec.engine.stage import StageLoop
+from incvec.fused import fusing
 from incvec.nets import kernels
 
 Way = tuple[str, str]  # a stage's name, and an attempt at it
 ATTEMPTS = ("compiled and captured", "captured")
+WARMUP_STEPS = 2
+T = TypeVar("T")
+
+
+def capture_graph(
+    function: Callable[[], T],
+    generators: Sequence[torch.Generator] = (),
+    warmup: int = 1,
+    device: torch.device | None = None,
+) -> Callable[[], T]:
+    """Capture `function` as a CUDA graph and return a function that replays it.
+
+    `replay()` returns the tensors that the captured call returned; each replay overwrites them. `generators` are
+    those that `function` draws from. The `warmup` calls before the capture really run; the capture runs nothing.
+    The graph reads the tensors that `function` reads, but does not own them: the caller keeps them alive.
+    """
+    outer = torch.cuda.current_stream(device)
+    on_default = outer == torch.cuda.default_stream(device)  # which cannot be captured
+    stream = torch.cuda.Stream(device) if on_default else outer
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        for _ in range(warmup):
+            function()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        # `with torch.cuda.graph(...)` would synchronize the whole device, which other runs may share. Autograd's leaf
+        # nodes remember the stream of the warm-up, so the capture uses the same one.
+        stream.synchronize()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = function()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # report the error of `function`
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    outer.wait_stream(stream)
+
+    def replay() -> T:
+        graph.replay()
+        return result
+
+    return replay
+
+
+@contextlib.contextmanager
+def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore the values of the tensors on leaving the context, also after an error."""
+    distinct = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in tensors}  # a tensor may have two names
+    saved = [(tensor, tensor.clone()) for tensor in distinct.values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in saved:
+                tensor.copy_(before)
+
+
+def capture_step(
+    loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[torch.Generator], compiled: bool
+) -> None:
+    """Capture the loop's step, compiled or as it is.
+
+    The warm-up steps compile kernels and select algorithms. They also change weights, statistics and optimizer
+    state, so everything in `live` is restored afterwards.
+    """
+    with fusing(compiled):
+        try:
+            with restored(live.values()):
+                for _ in range(WARMUP_STEPS):
+                    loop.cursor.zero_()
+                    loop.step()
+        finally:
+            loop.cursor.zero_()
+        loop.replay = capture_graph(loop.step, generators, warmup=0)
 
 
 def compile_and_capture(
@@ -42,7 +124,7 @@ def compile_and_capture(
         attempt, problem, full = attempts[0], "", False
         try:
             quiet()
-            capture(loop, live, [loop.world.generator, loop.views_generator], compiled=attempt == ATTEMPTS[0])
+            capture_step(loop, live, [loop.world.generator, loop.views_generator], compiled=attempt == ATTEMPTS[0])
         except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
             full = is_out_of_memory(error)
             if full and freed and crowded():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from incvec.atomic_files import read_meta, read_tensors, sweep_temporaries, write_bytes, write_tensors
+from incvec.atomic_files import FileLock, read_meta, read_tensors, sweep_temporaries, write_bytes, write_tensors
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task, no_probe
 from incvec.data import Dataset
@@ -34,7 +34,7 @@ from incvec.engine.losses import History, check_weights, fetch_history, read_ter
 from incvec.engine.record import Progress, accuracy_matrix, make_record, task_counts
 from incvec.engine.restore import grow, restore
 from incvec.engine.seeds import derive
-from incvec.engine.shared_bases import BaseFile, Lock, base_key
+from incvec.engine.shared_bases import BaseFile, base_key
 from incvec.engine.stage import StageLoop, check_rates
 from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
@@ -56,7 +56,6 @@ class Run:
         self.shuffle_generator = torch.Generator(self.device)
         self.position: Position = (0, 0, 0)
         self.progress = Progress()
-        self.base_fisher: dict[str, Tensor] | None = None
         self.loop: StageLoop | None = None
         self.parts: Parts
         self.estimate: Estimate
@@ -64,7 +63,7 @@ class Run:
         self._saver = Saver(self.checkpoint_path, self.device)
         self._clock = time.monotonic()
         self._later_notice = ""
-        self._lock = Lock(out / ".lock")
+        self._lock = FileLock(out / ".lock")
         self._slower: set[Way] = set()  # what could not be compiled or captured
         self._encoded: list[Tensor] = []  # test images, of a method whose encoder rests
         self.crowded: Callable[[], bool] = lambda: False  # whether other runs hold memory that will come free
@@ -292,7 +291,7 @@ class Run:
             yield from self._publish_base()
         for addon in addons:
             self._reseed(task.index, "end_task", addon.name)
-            addon.end_task(task, self.base_fisher if task.index == 0 else None)
+            addon.end_task(task)
         self._reseed(task.index, "end_task")
         method.end_task(task)
         self._settle()
@@ -300,7 +299,7 @@ class Run:
         self.progress.task_seconds.append(round(time.monotonic() - began, 3))  # of this life, without evaluation
         yield from self._evaluate(task)
         if task.index == 0:
-            self.base_fisher = None
+            self.parts.world.base_fisher = None
         self.position = (task.index + 1, 0, 0)
         yield self._save()
 
@@ -394,7 +393,7 @@ class Run:
         log["seconds"] = round(log["seconds"] + time.monotonic() - began, 3)
         check_weights(loop.parameters, task, stage)
         if loop.fisher is not None:
-            self.base_fisher = {
+            parts.world.base_fisher = {
                 name.removeprefix("model."): value
                 for name, value in loop.fisher.mean().items()
                 if name.startswith("model.")
@@ -448,7 +447,7 @@ class Run:
     # State ----------------------------------------------------------------------------------------------
 
     def _tensors(self, addons: bool = True) -> dict[str, Tensor]:
-        return checkpoints.live_tensors(self.parts, self.base_fisher, self.loop, addons)
+        return checkpoints.live_tensors(self.parts, self.parts.world.base_fisher, self.loop, addons)
 
     def _meta(self, kind: str, position: Position | None = None) -> dict[str, Any]:
         progress = dict(vars(self.progress), seconds=self._seconds())
@@ -459,7 +458,7 @@ class Run:
         self._drop_loop()
         groups = restore(self.parts, tensors, meta, self.config.seed, addons)
         if "fisher" in groups:
-            self.base_fisher = {name: t.to(self.device, copy=True) for name, t in groups["fisher"].items()}
+            self.parts.world.base_fisher = {name: t.to(self.device, copy=True) for name, t in groups["fisher"].items()}
         self.position = tuple(meta["position"])
         self.progress = Progress(**meta["progress"])
         self._clock = time.monotonic()

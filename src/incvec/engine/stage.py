@@ -7,7 +7,6 @@ epoch is queued without a host synchronization and its history is read once, aft
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -18,10 +17,8 @@ from incvec.contracts import AddOn, Method, Stage, World
 from incvec.data import Streamed
 from incvec.engine.distributed import SINGLE_PROCESS, Ranks
 from incvec.errors import ConfigError, TrainingError
-from incvec.fused import fusing
 from incvec.ivt.fisher import BatchFisher
 
-WARMUP_STEPS = 2
 TICK = 16  # steps queued before other runs get a turn
 PROBE_BYTES = 1 << 28  # of images at most, as float32 at the stored size, or one batch: two of 128 at 256 x 256
 
@@ -261,45 +258,3 @@ class StageLoop:
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(state[name])
-
-
-def copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each tensor with a copy of it; one that is there by two names is copied once."""
-    distinct = {(t.data_ptr(), t.shape, t.stride(), t.dtype): t for t in tensors}
-    return [(tensor, tensor.clone()) for tensor in distinct.values()]
-
-
-def capture(loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[torch.Generator], compiled: bool) -> None:
-    """Turn the loop's step into one CUDA graph.
-
-    Warm-up steps really run (they compile kernels and choose algorithms) and change weights, statistics and
-    optimizer state, so everything in `live` is put back afterwards, also where a step fails; the capture itself
-    executes nothing.
-    """
-    saved = copies(live.values())
-    try:
-        with fusing(compiled):
-            for _ in range(WARMUP_STEPS):
-                loop.cursor.zero_()
-                loop.step()
-    finally:
-        with torch.no_grad():
-            for tensor, before in saved:
-                tensor.copy_(before)
-        loop.cursor.zero_()
-    graph = torch.cuda.CUDAGraph()
-    for generator in generators:
-        graph.register_generator_state(generator)
-    # Not `with torch.cuda.graph(...)`: that waits for the whole device, where other runs are at work. Autograd's
-    # leaf nodes remember the stream of the warm-up, so the capture stays on it.
-    torch.cuda.current_stream().synchronize()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        with fusing(compiled):
-            loop.step()
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # the step's own error is the one to tell
-            graph.capture_end()
-        raise
-    graph.capture_end()
-    loop.replay = graph.replay

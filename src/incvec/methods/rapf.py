@@ -133,7 +133,7 @@ class RAPF(DualMethod):
         """The source is made of what the store holds."""
         if "vectors" in self.store:
             source = FeatureSource(self.store["vectors"], self.store["labels"])
-            cast(dict[str, Any], self.world.sources)[SOURCE] = source
+            self.world.add_source(SOURCE, source)
 
     def end_stage(self, task: Task, stage: Stage) -> None:
         adapter = cast(nn.Parameter, self.model.adapter.weight)

@@ -175,7 +175,7 @@ class SLCA(FLYP):
         if len(self.store.get("means", ())) == self.task.n_seen:
             scales = torch.tensor(mean_scales(self.world.tasks, self.task.index), device=self.world.device)
             source = GaussianSource(self.store["means"], self.store["factors"], scales)
-            cast(dict[str, Any], self.world.sources)[SOURCE] = source
+            self.world.add_source(SOURCE, source)
 
     def refresh(self, task: Task) -> None:
         """The weights have been replaced: the task's classes have other features now."""
