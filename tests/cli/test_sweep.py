@@ -203,7 +203,7 @@ def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
     settings = ["ivt.stages=[main, balance]", "ivt.interval=null"]
     console = Console(file=text, width=500)
     run_sweep("digits", tmp_path, settings=settings, only="podnet+ivt", console=console, dry_run=True)
-    assert "ivt.interval=null ivt.stages=[main, balance]" in text.getvalue()
+    assert "ivt.interval=null, ivt.stages=[main, balance]" in text.getvalue()
 
 
 def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Path) -> None:

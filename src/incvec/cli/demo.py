@@ -17,8 +17,9 @@ from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import check_out
 from incvec.metrics import weighted_mean
 from incvec.presets import resolve
-from incvec.study import style, tables
+from incvec.study import style
 from incvec.study.geometry import path, positions, snapshot_model, task_accuracy
+from incvec.study.runs import run_rows, runs_table
 
 POINTS = 51
 RUNS: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def run_demo(out: Path, seed: int, console: Console, changes: Mapping[str, Any] 
         paths = {name: first_task_path(folders[name], data) for name in ON_PATHS}
     file = out / "demo.png"
     draw(records, paths, file)
-    console.print(tables.rich_table(tables.rows(records), "Digits: 4 classes, then 3 tasks of 2 classes"))
+    console.print(runs_table(run_rows(records), "Digits: 4 classes, then 3 tasks of 2 classes").rich())
     console.print(
         "AA: accuracy averaged over the tasks. LA: accuracy after the last task. FM: forgetting (lower is better). All "
         "in percent. Gap closed: how much of the way from PODNet's LA to that of its oracle, which keeps all images, "

@@ -28,7 +28,7 @@ from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import ConfigError, DataError, check_out
 from incvec.presets import resolve, run_name
 from incvec.records import read_record
-from incvec.study import tables
+from incvec.study.runs import run_rows, runs_table
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -196,7 +196,7 @@ def run(
     else:
         shared = None if no_share else bases if bases is not None else folder.parent / "bases"
         record = train(resolved, folder, shared, data_root, download, log, console)
-    console.print(tables.rich_table(tables.rows([record])))
+    console.print(runs_table(run_rows([record])).rich())
 
 
 def train(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from incvec.cli.common import say_error
 from incvec.errors import ConfigError
 from incvec.records import read_record, readable
-from incvec.study import tables
+from incvec.study.runs import run_rows, runs_table
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -40,10 +41,10 @@ def show(
     if markdown and as_json:
         raise ConfigError("--markdown and --json exclude each other; give one of them.")
     files = readable(record, say_error)
-    rows = tables.rows([read_record(file) for file in files], [str(file) for file in files])
+    rows = run_rows([read_record(file) for file in files], [str(file) for file in files])
     if as_json:
-        typer.echo(json.dumps(tables.plain_data(rows), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False))
     elif markdown:
-        typer.echo(tables.markdown(rows))
+        typer.echo(runs_table(rows, footnotes=False).markdown())
     else:
-        Console().print(tables.rich_table(rows))
+        Console().print(runs_table(rows).rich())

@@ -29,7 +29,7 @@ from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import ConfigError, check_out, nearest
 from incvec.methods import METHODS
 from incvec.presets import changed_settings, resolve, run_name, sweeps
-from incvec.study.compare import yaml_value
+from incvec.study.runs import settings_text
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -208,8 +208,8 @@ def print_plan(planned: Plan, check: Check | None, out: Path, console: Console) 
         state = "finished" if (out / folder / "record.json").exists() else "to do"
         resolved = config.resolved()
         changed = changed_settings(resolved) | {key: resolved[key] for key in HANDLING if key in resolved}
-        changes = "".join(f" {key}={yaml_value(value)}" for key, value in changed.items())
-        say(f"{state:8} {folder}  (device {config.device}, engine {config.engine}){changes}", console=console)
+        text = f"{state:8} {folder}  (device {config.device}, engine {config.engine}) {settings_text(changed)}"
+        say(text.rstrip(), console=console)
 
 
 # Data ---------------------------------------------------------------------------------------------------------
