@@ -28,9 +28,9 @@ PluginFiles = Annotated[
 
 def load_plugins(files: Iterable[Path] | None) -> None:
     """Import the files given with --plugin, so that the names they register are known."""
-    for file in files or ():
-        from incvec.registry import load_plugin
+    from incvec.registry import load_plugin
 
+    for file in files or ():
         load_plugin(file)
 
 

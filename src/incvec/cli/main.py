@@ -110,7 +110,7 @@ run.register(app)
 sweep.register(app)
 show.register(app)
 app.add_typer(study.app, name="study")
-app.add_typer(study.app, name="lab", hidden=True)  # the name before version 0.2
+app.add_typer(study.app, name="lab", hidden=True)  # the former name
 report.register(app)
 list_command.register(app)
 data_app = typer.Typer(no_args_is_help=True, help="Check, pack and copy data sets.")
