@@ -152,7 +152,7 @@ def test_optimizers_at_their_own_pace_keep_their_counts():
 def test_states_that_do_not_fit_are_refused():
     model = build()
     ivt = IVT(model)
-    with pytest.raises(KeyError, match="no state of IVT"):
+    with pytest.raises(KeyError, match="not a state of IVT"):
         ivt.load_state_dict({"weight": torch.ones(1)})
     ivt.begin_task()
     for parameter in model.parameters():
@@ -229,3 +229,18 @@ def test_any_cut_of_an_epoch_gives_the_same_fisher(seed, steps, cut):
     straight.end_epoch()
     broken.end_epoch()
     torch.testing.assert_close(dict(broken.fisher), dict(straight.fisher), rtol=0, atol=0)
+
+
+def test_state_saved_under_the_earlier_name_of_a_counter_loads():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, optimizer)
+    ivt.begin_task()
+    step(model, optimizer, seed=0)
+    ivt.end_epoch()
+    state = ivt.state_dict()
+    state["epoch_finalised"] = state.pop("epoch_finalized")
+    other = IVT(model, optimizer)
+    other.load_state_dict(state)
+    assert other.state_dict().keys() == ivt.state_dict().keys()
+    assert other.epoch == 1

@@ -95,7 +95,7 @@ class Norm(nn.BatchNorm2d):
         *rest: Any,
     ) -> None:
         # Without version metadata (a plain dictionary of tensors) torch takes the state for one older than
-        # the counter, adds a counter to it, and then incompatibility it as unexpected.
+        # the counter, adds a counter to it, and then rejects it as unexpected.
         super()._load_from_state_dict(state_dict, prefix, {**local_metadata, "version": 2}, *rest)
 
 
