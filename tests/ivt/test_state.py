@@ -10,6 +10,8 @@ from torch import nn
 
 from incvec import IVT
 
+from .loops import network, step
+
 
 def build(head: int = 2) -> nn.Sequential:
     torch.manual_seed(0)
@@ -165,7 +167,7 @@ def test_states_that_do_not_fit_are_refused():
         IVT(model, structure="kernel").load_state_dict(state)
     with pytest.raises(KeyError, match="no such parameter"):
         IVT(nn.Linear(2, 2)).load_state_dict(state)
-    with pytest.raises(ValueError, match="counts steps of 1 tensors"):
+    with pytest.raises(ValueError, match="step counts for 1 tensors"):
         ivt.load_state_dict({**state, "steps": torch.ones(1)})
 
 
