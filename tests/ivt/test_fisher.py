@@ -8,7 +8,7 @@ from incvec.ivt.fisher import BatchFisher
 from incvec.ivt.names import float_parameters, kernel_names
 
 
-def test_buffers_hold_sums_and_mean_leaves_them():
+def test_buffers_hold_sums_and_mean_leaves_them() -> None:
     a, b = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor([[3.0]]))
     fisher = BatchFisher({"a": a, "b": b})
     for gradient in ([1.0, -2.0], [3.0, 0.0]):
@@ -28,7 +28,7 @@ def test_buffers_hold_sums_and_mean_leaves_them():
     assert fisher.sums["a"].tolist() == [0.0, 0.0]
 
 
-def test_parameters_that_step_apart_are_averaged_apart():
+def test_parameters_that_step_apart_are_averaged_apart() -> None:
     a, b, c = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     for parameter, value in ((a, 1.0), (b, 2.0), (c, 3.0)):
         parameter.grad = torch.tensor([value])
@@ -41,7 +41,7 @@ def test_parameters_that_step_apart_are_averaged_apart():
     assert {name: value.item() for name, value in fisher.mean().items()} == {"a": 1.0, "b": 4.0, "c": 9.0}
 
 
-def test_a_set_that_steps_for_the_first_time_after_a_mean_is_counted():
+def test_a_set_that_steps_for_the_first_time_after_a_mean_is_counted() -> None:
     parameters = {name: nn.Parameter(torch.ones(1)) for name in "ab"}
     fisher = BatchFisher(parameters)
     for parameter in parameters.values():
@@ -54,7 +54,7 @@ def test_a_set_that_steps_for_the_first_time_after_a_mean_is_counted():
     assert fisher.mean()["a"].item() == 4.0
 
 
-def test_what_was_restored_does_not_remember_who_stepped():
+def test_what_was_restored_does_not_remember_who_stepped() -> None:
     parameters = {"a": nn.Parameter(torch.ones(1))}
     fisher = BatchFisher(parameters)
     parameters["a"].grad = torch.ones(1)
@@ -65,7 +65,7 @@ def test_what_was_restored_does_not_remember_who_stepped():
     assert list(fisher.mean()) == ["a"]
 
 
-def test_half_precision_gradients_are_squared_in_float32():
+def test_half_precision_gradients_are_squared_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     parameter.grad = torch.tensor([1e-4, 3e-4], dtype=torch.float16)  # squares below float16's smallest number
     fisher = BatchFisher({"p": parameter})
@@ -74,7 +74,7 @@ def test_half_precision_gradients_are_squared_in_float32():
     torch.testing.assert_close(fisher.sums["p"], parameter.grad.float() ** 2)
 
 
-def test_sparse_gradients_are_followed():
+def test_sparse_gradients_are_followed() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     fisher = BatchFisher({"weight": embedding.weight})
@@ -82,7 +82,7 @@ def test_sparse_gradients_are_followed():
     assert fisher.sums["weight"].tolist() == [[0, 0], [4, 4], [0, 0], [1, 1], [0, 0]]
 
 
-def test_scaled_steps_are_divided_and_skipped_ones_replaced():
+def test_scaled_steps_are_divided_and_skipped_ones_replaced() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     fisher = BatchFisher({"p": parameter})
     parameter.grad = torch.tensor([8.0, 16.0])
@@ -93,7 +93,7 @@ def test_scaled_steps_are_divided_and_skipped_ones_replaced():
     assert fisher.counts()["p"].item() == 1
 
 
-def test_kernel_names_are_convolutions_larger_than_one_pixel():
+def test_kernel_names_are_convolutions_larger_than_one_pixel() -> None:
     network = nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 1), nn.Sequential(nn.Conv2d(2, 2, (1, 3))), nn.Linear(2, 2)
     )
@@ -102,7 +102,7 @@ def test_kernel_names_are_convolutions_larger_than_one_pixel():
     assert kernel_names(nn.Conv2d(1, 1, 3)) == {"weight"}
 
 
-def test_names_are_free_of_wrappers():
+def test_names_are_free_of_wrappers() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.Conv2d(1, 1, 3))
     plain = list(dict(network.named_parameters()))
     compiled = torch.compile(network, backend="eager")

@@ -1,5 +1,7 @@
 """Structures, and arguments or calls that are refused."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from incvec import IVT
 from .loops import base_task, network, step, values
 
 
-def test_calls_out_of_order_say_what_to_do():
+def test_calls_out_of_order_say_what_to_do() -> None:
     model = network()
     ivt = IVT(model)
     for call in (ivt.begin_epoch, ivt.accumulate, ivt.end_epoch, ivt.teleport, ivt.end_task):
@@ -30,23 +32,23 @@ def test_calls_out_of_order_say_what_to_do():
         ({"optimizer_state": "drop"}, "'keep', 'reset'"),
     ],
 )
-def test_impossible_options_are_refused(options, message):
+def test_impossible_options_are_refused(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         IVT(network(), **options)
 
 
-def test_something_that_is_no_optimizer_is_refused():
+def test_something_that_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="got Sequential"):
         IVT(network(), network())
 
 
 @pytest.mark.parametrize("model", [None, list(network().parameters())])
-def test_something_that_is_no_model_is_refused(model):
+def test_something_that_is_no_model_is_refused(model: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got (NoneType|list)"):
         IVT(model)
 
 
-def test_a_compiled_model_has_the_names_of_the_plain_one():
+def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
     model = network()
     compiled = torch.compile(model, backend="eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
@@ -62,7 +64,7 @@ def test_a_compiled_model_has_the_names_of_the_plain_one():
     assert plain.end_epoch()
 
 
-def test_kernel_structure_solves_slices_and_leaves_the_rest_diagonal():
+def test_kernel_structure_solves_slices_and_leaves_the_rest_diagonal() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
