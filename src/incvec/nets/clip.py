@@ -226,8 +226,8 @@ def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             raise DataError(
                 f"{given!r} is not a tensor of a CLIP with a vision transformer; expected names like "
-                "visual.conv1.weight and transformer.resblocks.0.ln_1.weight (image towers that are residual networks are "
-                "not supported)."
+                "visual.conv1.weight and transformer.resblocks.0.ln_1.weight (residual networks "
+                "as image towers are not supported)."
             )
     return found
 
