@@ -29,7 +29,7 @@ from incvec.cli.main import app
 from incvec.config import validate
 from incvec.data import DATASETS, Dataset
 from incvec.engine import events as ev
-from incvec.engine.run import Run, finish
+from incvec.engine.run import finish
 from incvec.errors import DataError
 from incvec.methods import METHODS
 from incvec.presets import resolve
@@ -383,16 +383,14 @@ def test_the_examples_survive_being_broken_off(
     example: dict[str, types.ModuleType],
     few: Dataset,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Run, "_save_due", lambda self: True)
     given = quick("tether", *addons)
     whole = make_run(few, tmp_path / "whole", given)
     record = finish(whole)
     assert {term for row in record["losses"] for term in row["terms"]} >= {"ce", "tether"}
     broken: dict[str, Any] = {}
     for _ in range(100):
-        for number, event in enumerate(make_run(few, tmp_path / "broken", given).events()):
+        for number, event in enumerate(make_run(few, tmp_path / "broken", given, save_interval=0).events()):
             if isinstance(event, ev.Finished):
                 broken = event.record
             elif number == 3:

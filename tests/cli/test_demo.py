@@ -16,7 +16,6 @@ from rich.console import Console
 
 from incvec.cli.demo import LOOKS, first_task_path, run_demo, spread, steady_threads
 from incvec.data import Dataset
-from incvec.engine.run import Run
 from tests.conftest import same_record
 
 SHORT = {
@@ -54,7 +53,7 @@ def test_it_prints_the_table_and_draws_the_picture(done: tuple[Path, list[dict[s
 
 def test_the_three_podnets_share_one_base(done: tuple[Path, list[dict[str, Any]], str]) -> None:
     out, records, text = done
-    assert text.count("base task taken from") == 2
+    assert text.count("base task loaded from") == 2
     assert len(list((out / "bases").glob("*.safetensors"))) == 2
     assert len({r["accuracy"][0][0] for r in records[1:]}) == 1
 
@@ -72,7 +71,7 @@ def test_the_same_again_trains_nothing(
     def forbidden(*_: object) -> None:
         raise AssertionError("a stage was trained again")
 
-    monkeypatch.setattr(Run, "_stage", forbidden)
+    monkeypatch.setattr("incvec.engine.run.train_stage", forbidden)
     out, records, _ = done
     again = run_demo(out, 1, Console(file=io.StringIO(), width=100), SHORT)
     for a, b in zip(records, again, strict=True):

@@ -161,6 +161,9 @@ def test_a_store_that_shrinks_while_it_is_read_is_told_of(tmp_path: Path) -> Non
 class Interrupted(Run):
     """A run whose user presses Ctrl-C in the second task."""
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given, save_interval=0)
+
     def events(self) -> Iterator[ev.Event]:
         for event in super().events():
             yield event
@@ -175,7 +178,6 @@ def test_a_stopped_run_goes_on(
     mine = [*command[:-1], str(tmp_path / "run"), "--no-share"]
     with monkeypatch.context() as patch:
         patch.setattr(cli, "Run", Interrupted)
-        patch.setattr(Run, "_save_due", lambda self: True)
         result = incvec_(*mine)
     assert result.exit_code == 130
     assert "stopped; run the same command again to go on" in message(result)

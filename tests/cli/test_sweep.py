@@ -232,11 +232,11 @@ def test_a_failed_run_is_told_to_the_letter(terminal: bool, tmp_path: Path, monk
     """Whatever brackets stand in the message; the others finish."""
     original = Run.events
 
-    def events(self: Run) -> Iterator[ev.Event]:
+    def events(self: Run, **options: Any) -> Iterator[ev.Event]:
         if self.config.method == "finetune":
             yield ev.Notice("found [/tmp/a]")
             raise TrainingError("no file [/tmp/x] for [red]")
-        yield from original(self)
+        yield from original(self, **options)
 
     monkeypatch.setattr(Run, "events", events)
     file = tmp_path / "mine.yaml"

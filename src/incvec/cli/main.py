@@ -32,7 +32,7 @@ from incvec.data import check, load_dataset
 from incvec.data.store.open import is_store
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.checkpoint import check_finished
-from incvec.engine.distributed import abort, is_distributed, is_main_process, is_peer_failure, start
+from incvec.engine.distributed import abort, init_distributed, is_distributed, is_main_process, is_peer_failure
 from incvec.engine.events import Event
 from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
@@ -209,20 +209,20 @@ def run(
     if record is not None:
         console.print(f"done already: {folder / 'record.json'}", soft_wrap=True, highlight=False, markup=False)
     else:
-        ranks = start(resolved.device)
-        pick_device(resolved.device, ranks.local)
+        distributed = init_distributed(resolved.device)
+        pick_device(resolved.device, distributed.local_rank)
         check_names(resolved)
         if log:
             tensorboard.writer_type()  # a missing package is told before data are read
-        with ranks.first_goes_first():
+        with distributed.main_process_first():
             data = load_dataset(resolved.dataset, data_root, download, **resolved.data_options())
         shared = None if no_share else bases if bases is not None else folder.parent / "bases"
         with steady_threads(data):
-            events: Iterator[Event] = Run(resolved, data, folder, shared, ranks).events()
+            events: Iterator[Event] = Run(resolved, data, folder, shared, distributed).events()
             if log and is_main_process():
                 events = tensorboard.logged(events, folder / "tensorboard")
             record = follow(events, console)
-        ranks.close()
+        distributed.close()
     console.print(tables.rich_table(tables.rows([record])))
 
 

@@ -21,7 +21,7 @@ from incvec.config import RunConfig, assign
 from incvec.data import Dataset, load_dataset
 from incvec.engine import events as ev
 from incvec.engine.build import check_names, pick_device
-from incvec.engine.device_errors import explained
+from incvec.engine.device_errors import translate_device_errors
 from incvec.engine.run import Run, finish
 from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.engine.sweep import Check, default_at_once, read_check, read_runs
@@ -179,7 +179,8 @@ def sweep(
     for _, config in planned:
         if data_key(config) not in data:
             loaded = load_dataset(config.dataset, data_root, **config.data_options())
-            with explained(device, f"before the images of {config.dataset} lay there", "Another device may help."):
+            activity = f"while the images of {config.dataset} were copied to it"
+            with translate_device_errors(device, activity, "Another device may help."):
                 data[data_key(config)] = replace(  # one copy on the device for all runs
                     loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
                 )
