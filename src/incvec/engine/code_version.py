@@ -86,6 +86,7 @@ OTHER_FILES = (
     "data/folder.py",
     "data/imagenet.py",
     "data/layouts.py",
+    "data/prepare.py",
     "data/resize.py",
     "data/store/__init__.py",
     "data/store/mapped.py",
