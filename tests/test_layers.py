@@ -37,7 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("presets",),
     ("study",),
-    ("cli", "__main__"),
+    ("cli", "__main__", "lab"),
 )
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 
