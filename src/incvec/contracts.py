@@ -114,7 +114,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate factors, as data: `factors` lays them out, one a step.
+    """Learning-rate factors by epoch, as data.
 
     `spu_cosine` is 0 in the first epoch; epoch e from 1 on has (1 + cos(pi (e - 1) / (cycle - 1))) / 2.
     """
@@ -122,27 +122,21 @@ class Schedule:
     kind: Literal["constant", "cosine", "steps", "spu_cosine"] = "constant"
     milestones: tuple[int, ...] = ()  # epochs, for "steps"
     gamma: float = 0.1
-    warmup: int = 0  # epochs of linear warm-up
-    by: Literal["epoch", "step"] = "epoch"
-    cycle: int | None = None  # epochs, for "spu_cosine"; none: the stage's
+    cycle: int | None = None  # epochs, for "spu_cosine"; None: those of the stage
 
-    def factors(self, epochs: int, steps: int) -> Tensor:
-        """A float32 tensor of `epochs * steps` factors."""
-        position = torch.arange(epochs * steps, dtype=torch.float64) / max(steps, 1)
-        if self.by == "epoch":
-            position = position.floor()
+    def factors(self, epochs: int) -> Tensor:
+        """A float32 tensor with one factor per epoch."""
+        epoch = torch.arange(epochs, dtype=torch.float64)
         if self.kind == "cosine":
-            factors = 0.5 * (1 + torch.cos(torch.pi * position / max(epochs, 1)))
+            factors = 0.5 * (1 + torch.cos(torch.pi * epoch / max(epochs, 1)))
         elif self.kind == "spu_cosine":
             length = max((epochs if self.cycle is None else self.cycle) - 1, 1)
-            factors = 0.5 * (1 + torch.cos(torch.pi * (position - 1) / length)) * (position >= 1)
+            factors = 0.5 * (1 + torch.cos(torch.pi * (epoch - 1) / length)) * (epoch >= 1)
         elif self.kind == "steps":
-            passed = sum((position >= milestone).double() for milestone in self.milestones)
-            factors = self.gamma ** (passed + torch.zeros_like(position))
+            passed = sum((epoch >= milestone).double() for milestone in self.milestones)
+            factors = self.gamma ** (passed + torch.zeros_like(epoch))
         else:
-            factors = torch.ones_like(position)
-        if self.warmup:
-            factors = factors * ((position + 1) / self.warmup).clamp(max=1)
+            factors = torch.ones_like(epoch)
         return factors.float()
 
 
