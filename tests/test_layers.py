@@ -25,7 +25,7 @@ PACKAGE = Path(incvec.__file__).parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("ivt",),
     ("",),
-    ("errors", "contracts", "fused"),
+    ("errors", "contracts", "registry", "fused"),
     ("config",),
     ("atomic_files",),
     ("metrics",),
@@ -37,7 +37,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("presets",),
     ("engine",),
     ("study",),
-    ("cli", "__main__"),
+    ("cli", "__main__", "lab"),
 )
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 

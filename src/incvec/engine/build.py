@@ -109,7 +109,7 @@ def make_autocast(device: torch.device, precision: str) -> Any:
 
 def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, device: torch.device) -> RunParts:
     """Assemble a run's parts. Trains and writes nothing."""
-    kernels.asked(os.environ)
+    kernels.allowed(os.environ)
     check_names(config)
     kind = find_method(config.method)
     options = config.options(config.method, kind.Options)

@@ -33,7 +33,7 @@ from incvec.engine.stage import train_stage
 from incvec.engine.state import RunState
 from incvec.engine.task import begin_task, end_task, evaluate_task
 from incvec.errors import Busy, CheckpointError
-from incvec.nets import BACKBONES, finer
+from incvec.nets import BACKBONES, finer_backbone
 from incvec.records import read_record
 
 
@@ -251,7 +251,7 @@ class Run:
         method = state.parts.method
         net = None if method.pretrained else getattr(method.options, "net", None)
         side = state.parts.world.image_shape[-1]
-        if net is not None and (other := finer(net, side)):
+        if net is not None and (other := finer_backbone(net, side)):
             last = BACKBONES[net].last_side(side)
             yield (
                 f"for images of {side} x {side} the last feature maps of {net} are {last} x {last}; {other} is made "
