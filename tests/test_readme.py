@@ -308,8 +308,8 @@ def test_examples_resume_exactly(
     record = finish(make_run(few, tmp_path / "whole", given))
     assert {term for row in record["losses"] for term in row["terms"]} >= {"ce", "tether"}
     resumed: dict[str, Any] = {}
-    for _ in range(10):
-        for event in make_run(few, tmp_path / "stopped", given).events():
+    for _ in range(100):
+        for event in make_run(few, tmp_path / "stopped", given, save_interval=0).events():
             if isinstance(event, ev.Finished):
                 resumed = event.record
             elif isinstance(event, ev.Saved):
