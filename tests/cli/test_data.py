@@ -135,7 +135,7 @@ def test_asked_to_end_it_ends_and_can_go_on(tmp_path: Path, monkeypatch: pytest.
     finally:
         signal.signal(signal.SIGINT, heeded)
     assert stopped.exit_code == 130
-    assert "stopped; run the same command again to go on" in stopped.stderr
+    assert "Interrupted. Run the same command again to resume." in stopped.stderr
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (store / "store.json").exists()
     assert incvec_(*command).exit_code == 0
@@ -183,7 +183,7 @@ def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> N
     command += ["--out", str(tmp_path / "run"), "--data-root"]
     assert incvec_(*command, stores[0]).exit_code == 0
     for root in (stores[0], tmp_path / "gone"):
-        assert "done already" in incvec_(*command, root).stdout
+        assert "already finished" in incvec_(*command, root).stdout
     refused = incvec_(*command, stores[1])
     assert refused.exit_code == 1
     told = " ".join(refused.stderr.split())

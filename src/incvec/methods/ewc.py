@@ -27,14 +27,14 @@ from pydantic import Field
 from torch import Tensor
 
 from incvec.contracts import Batch, Stage, Task, Terms
-from incvec.ivt.fisher import squared_gradients
 from incvec.methods.finetune import Finetune, FinetuneOptions
+from incvec.methods.fisher import FisherKind, squared_gradients
 
 
 class EWCOptions(FinetuneOptions):
     loss_over: Literal["seen", "new"] = Field("new", description="classes in the softmax: all seen, or the task's own")
     lambda_ewc: float = Field(1000.0, ge=0)
-    fisher: Literal["batch", "sample", "sampled", "exact"] = "batch"
+    fisher: FisherKind = "batch"
     clip: float | None = Field(1e-4, gt=0, description="upper bound of F_t; null: no bound")
     accumulate: Literal["sum", "mean"] = "sum"
     decay: float = Field(1.0, ge=0, le=1, description="factor of the previous F, for `accumulate=sum`")
@@ -97,7 +97,7 @@ class EWC(Finetune):
         """Accumulate the squared gradients of the batch; the logged value is the trace of its F."""
         kind = self.options.fisher
 
-        def outcome(rows: tuple[Tensor, Tensor]) -> Tensor:
+        def outcome(rows: tuple[Tensor, ...]) -> Tensor:
             images, labels = rows
             logits: Tensor = self.model(images).logits
             return logits if kind in ("sampled", "exact") else F.cross_entropy(logits, labels)
@@ -105,9 +105,7 @@ class EWC(Finetune):
         parameters = dict(self.model.named_parameters())
         rows = (batch.images, batch.labels)
         with torch.autocast(batch.images.device.type, enabled=False):  # F in full precision
-            squares, count = squared_gradients(
-                self.model, outcome, rows, parameters, kind=kind, generator=self.world.generator
-            )
+            squares, count = squared_gradients(self.model, outcome, rows, kind=kind, generator=self.world.generator)
         vector = to_vector({name: squares[name] for name in parameters})
         self.store["squares"] += vector
         self.store["terms"] += count

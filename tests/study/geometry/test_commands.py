@@ -154,7 +154,7 @@ def test_a_damaged_snapshot_is_to_be_trained_again(runs: Finished, tmp_path: Pat
         file.write_bytes(damaged)
         told = refused("path", tmp_path / "run")
         assert f"move {tmp_path / 'run'} away, and train it again" in told
-        assert "start anew" not in told
+        assert "start again" not in told
 
 
 def test_drawing_what_is_no_finding(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from incvec.data import Dataset
-from incvec.engine.build import build
-from incvec.engine.restore import grow
+from incvec.engine.build import build, grow
 from incvec.presets import resolve
 from incvec.study.geometry import Points, Rebuilt
 from incvec.study.geometry.points import Way

@@ -18,8 +18,8 @@ from incvec.config import RunConfig
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.data.source import chunk
-from incvec.engine.build import Parts, build, pick_device
-from incvec.engine.restore import Namespaces, grow, restore
+from incvec.engine.build import RunParts, build, grow, pick_device
+from incvec.engine.checkpoint import Namespaces, restore
 from incvec.errors import CheckpointError, ConfigError, DataError
 from incvec.methods import find_method
 from incvec.presets import SETTINGS, resolve
@@ -31,7 +31,7 @@ class Rebuilt:
     """A method as a run had it after a task, and what is needed to evaluate it."""
 
     config: RunConfig
-    parts: Parts
+    parts: RunParts
     task: Task  # the last one its structure was grown for
     rooms: Namespaces = field(default_factory=dict)  # the snapshot's tensors, the add-ons' among them
     meta: dict[str, Any] = field(default_factory=dict)
