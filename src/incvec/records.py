@@ -145,37 +145,37 @@ def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
 def find_records(paths: Iterable[Path], on_broken: Callable[[DataError], None] | None = None) -> list[Path]:
     """Every record file at or below the given paths, sorted; a file given by name is included without a check.
 
-    Other JSON files may lie beside records; one that looks like a broken record is reported to `on_broken`.
+    Other JSON files may be in the same folders; one that looks like a broken record is reported to `on_broken`.
     """
-    found: set[Path] = set()
+    records: set[Path] = set()
     for path in paths:
         if path.is_dir():
             for file in sorted(path.rglob("*.json")):
                 try:
                     read_record(file)
-                    found.add(file)
+                    records.add(file)
                 except DataError as error:
                     if on_broken is not None and _meant_as_record(file):
                         on_broken(error)
         elif path.exists():
-            found.add(path)
+            records.add(path)
         else:
             raise DataError(f"{path} does not exist; give a record.json, or a folder that contains some.")
-    return sorted(found)
+    return sorted(records)
 
 
 def readable(paths: Sequence[Path], warn: Callable[[str], None] | None = None) -> list[Path]:
     """The records at or below the paths, at least one; a broken one in a folder is an error, or a warning to `warn`."""
     broken: list[DataError] = []
-    found = find_records(paths, broken.append)
-    if broken and (warn is None or not found):
+    records = find_records(paths, broken.append)
+    if broken and (warn is None or not records):
         raise broken[0]
     for error in broken:
         if warn is not None:
             warn(f"left out: {error}")
-    if not found:
+    if not records:
         raise DataError(f"there is no record in {', '.join(map(str, paths))}; `incvec run` writes one.")
-    return found
+    return records
 
 
 def _meant_as_record(file: Path) -> bool:
