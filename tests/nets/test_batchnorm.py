@@ -1,0 +1,50 @@
+"""BatchNorm helpers: statistics averaged over batches, modes and buffers restored."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from incvec.nets.batchnorm import batchnorm_mode, preserved_buffers, recalibrate, running_statistics
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 3))
+
+
+def test_recalibrate_averages_the_batch_statistics() -> None:
+    model = network().eval()
+    weights = [p.clone() for p in model.parameters()]
+    batches = list(torch.randn(4, 6, 1, 5, 5))
+    recalibrate(model, batches)
+    maps = [model[0](batch) for batch in batches]
+    mean = torch.stack([m.mean((0, 2, 3)) for m in maps]).mean(0)
+    var = torch.stack([m.var((0, 2, 3), correction=1) for m in maps]).mean(0)
+    torch.testing.assert_close(model[1].running_mean, mean)
+    torch.testing.assert_close(model[1].running_var, var)
+    assert not model[1].training
+    assert model[1].momentum == 0.1
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), weights, strict=True))
+
+
+def test_recalibrate_calls_the_given_forward() -> None:
+    model, seen = network(), []
+    recalibrate(model, ["a", "b"], lambda batch: seen.append(batch) or model(torch.randn(2, 1, 5, 5)))
+    assert seen == ["a", "b"]
+
+
+def test_model_without_batchnorm_is_left_alone() -> None:
+    recalibrate(nn.Sequential(nn.Linear(2, 2)), [torch.randn(3, 2)])
+
+
+def test_modes_and_buffers_are_restored() -> None:
+    model = network()
+    model[1].eval()
+    before = {name: tensor.clone() for name, tensor in running_statistics(model).items()}
+    with batchnorm_mode(model, training=True), preserved_buffers(model):
+        assert model[1].training
+        model(torch.randn(4, 1, 5, 5))
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+    assert not model[1].training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in running_statistics(model).items())
