@@ -797,7 +797,7 @@ def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, m
 
     watch(monkeypatch, IVTAddOn, "end_epoch", before=before, after=after)
     options = {"epochs": 3, "optimizer": kind, "lr": 0.01}
-    run_on(few, tmp_path, "finetune", "ivt", finetune=options, ivt={"interval": 2, "optimiser_state": choice}, tasks=1)
+    run_on(few, tmp_path, "finetune", "ivt", finetune=options, ivt={"interval": 2, "optimizer_state": choice}, tasks=1)
     assert len(states) == 3
     for epoch, (old, new) in enumerate(states, start=1):
         assert all(tensor.any() for tensor in old.values())
@@ -819,13 +819,13 @@ def test_a_head_that_is_kept_keeps_its_optimiser_state(
         seen.append(tuple(bool(optimizer.state[named[n]]["momentum_buffer"].any()) for n in names))  # type: ignore[arg-type]
 
     watch(monkeypatch, IVTAddOn, "end_epoch", after=after)
-    run_on(few, tmp_path, "finetune", "ivt", ivt={"head": "keep", "optimiser_state": "reset"}, tasks=1)
+    run_on(few, tmp_path, "finetune", "ivt", ivt={"head": "keep", "optimizer_state": "reset"}, tasks=1)
     assert seen == [(True, False)] * 2
 
 
 def test_an_optimiser_without_state_can_be_reset(few: Dataset, tmp_path: Path) -> None:
     keep = run_on(few, tmp_path / "keep", "finetune", "ivt", finetune={"momentum": 0.0})
-    options = {"optimiser_state": "reset"}
+    options = {"optimizer_state": "reset"}
     reset = run_on(few, tmp_path / "reset", "finetune", "ivt", finetune={"momentum": 0.0}, ivt=options)
     same(snapshot(keep, 2), snapshot(reset, 2))
 

@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ivt-kernel": quick("podnet", "ivt", ivt={"structure": "kernel", "batchnorm": "recalibrate"}),
     "ivt-sample": quick("finetune", "ivt", ivt={"first_fisher": "sample", "batchnorm": "interpolate"}),
     "ivt-map": quick("pass", "ivt", ivt={"batchnorm": "map"}),
-    "ivt-reset": quick("finetune", "ivt", ivt={"interval": None, "optimiser_state": "reset"}),
+    "ivt-reset": quick("finetune", "ivt", ivt={"interval": None, "optimizer_state": "reset"}),
     "magmax": quick("podnet", "magmax"),
     "magmax-local": quick("finetune", "magmax", finetune={"loss_over": "new"}),
     "magmax-factors": quick("mnemonics", "magmax"),

@@ -52,7 +52,7 @@ class IVTOptions(Options):
     interval: int | None = Field(10, ge=1, description="epochs between teleports; null: once, at the stage's end")
     structure: Literal["diagonal", "kernel"] = "diagonal"
     first_fisher: Literal["batch", "sample"] = "batch"
-    optimiser_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
+    optimizer_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
     batchnorm: Literal["keep", "interpolate", "recalibrate", "map", "layer"] = "keep"
     last: Literal["teleport", "skip"] = Field("teleport", description="after a stage's last epoch, where one is due")
     head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
@@ -250,7 +250,7 @@ class IVTAddOn(AddOn):
                 self._teleport_maps(stage)
             else:
                 self.plugin.teleport(self._left)
-            if self.options.optimiser_state == "reset" and optimizer is not None:
+            if self.options.optimizer_state == "reset" and optimizer is not None:
                 self._forget(optimizer)
 
     @property

@@ -60,7 +60,7 @@ def test_switches_change_one_setting_each() -> None:
     configs = [config for _, config in plan("cifar100-switches", [])]
     assert [changed_settings(config.resolved()) for config in configs] == [
         {"ivt.first_fisher": "sample"}, {"ivt.batchnorm": "recalibrate"}, {"ivt.batchnorm": "interpolate"},
-        {"ivt.last": "skip"}, {"ivt.optimiser_state": "reset"}, {"ivt.stages": ["main", "balance"]},
+        {"ivt.last": "skip"}, {"ivt.optimizer_state": "reset"}, {"ivt.stages": ["main", "balance"]},
         {"ivt.interval": 5}, {"ivt.interval": 20},
     ]  # fmt: skip
     assert {(c.method, c.addons, c.tasks, c.seed, c.oracle) for c in configs} == {("podnet", ("ivt",), 5, 0, False)}
