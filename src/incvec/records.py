@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from incvec.config import upgrade_settings
 from incvec.errors import DataError
+from incvec.metrics import summarize
 
 FORMAT = 2  # 1 had "facts" for "statistics" and British names of settings
 READABLE_FORMATS = (1, FORMAT)
@@ -23,6 +24,7 @@ REQUIRED: dict[str, type] = {
     "test_counts": list, "metrics": dict,
 }  # fmt: skip
 OPTIONAL: dict[str, type] = {"config": dict, "base": dict}  # early ones lack some
+TOLERANCE = 1e-6  # between a record's metrics and those computed from its accuracy matrix
 
 
 def commit() -> str | None:
@@ -70,8 +72,12 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record, or a clear word on why the file is none. A folder stands for the record in it."""
+def read_record(path: Path, strict: bool = False) -> dict[str, Any]:
+    """The record in a file or run folder; DataError with the reason if it is not a valid one.
+
+    `strict` also requires the configuration, the environment, and metrics that follow from the accuracy matrix: a
+    report must not spread a wrong number.
+    """
     if path.is_dir():
         path = path / "record.json"
     try:
@@ -101,7 +107,29 @@ def read_record(path: Path) -> dict[str, Any]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
+    if strict:
+        check_consistent(record, path)
     return upgrade_record(record)
+
+
+def check_consistent(record: Mapping[str, Any], path: Path) -> None:
+    missing = [key for key in ("config", "environment") if not isinstance(record.get(key), Mapping)]
+    if missing:
+        raise DataError(f"{path} lacks {' and '.join(missing)}, so how it was run is unknown. Run it again.")
+    try:
+        expected: Mapping[str, Any] = summarize(record["accuracy"], record["test_counts"])
+        pairs = [(name, record["metrics"][name], expected[name]) for name in ("AA", "LA", "FM")]
+        pairs += [(f"a[{t}]", *pair) for t, pair in enumerate(zip(record["metrics"]["a"], expected["a"], strict=True))]
+        wrong = [
+            f"{name} is {given}, the matrix gives {value}"
+            for name, given, value in pairs
+            if (given is None) != (value is None) or (value is not None and not abs(given - value) <= TOLERANCE)
+        ]
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else error
+        raise DataError(f"{path} is a broken record: {problem}. Run it again, or remove the file.") from None
+    if wrong:
+        raise DataError(f"{path} was altered: {'; '.join(wrong[:3])}. Run it again, or remove the file.")
 
 
 def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
@@ -114,41 +142,51 @@ def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def find_records(paths: Iterable[Path]) -> list[Path]:
-    """Every record file at or below the given paths, sorted."""
+def find_records(paths: Iterable[Path], on_broken: Callable[[DataError], None] | None = None) -> list[Path]:
+    """Every record file at or below the given paths, sorted; a file given by name is included without a check.
+
+    Other JSON files may lie beside records; one that looks like a broken record is reported to `on_broken`.
+    """
     found: set[Path] = set()
     for path in paths:
         if path.is_dir():
-            found |= {p for p in path.rglob("*.json") if _looks_like_record(p)}
+            for file in sorted(path.rglob("*.json")):
+                try:
+                    read_record(file)
+                    found.add(file)
+                except DataError as error:
+                    if on_broken is not None and _meant_as_record(file):
+                        on_broken(error)
         elif path.exists():
             found.add(path)
         else:
-            raise DataError(f"{path} does not exist; give a record.json, or a folder that holds some.")
+            raise DataError(f"{path} does not exist; give a record.json, or a folder that contains some.")
     return sorted(found)
 
 
-def readable(paths: Sequence[Path], tell: Callable[[str], None]) -> list[Path]:
-    """The records at or below the paths. A broken one named outright is an error, one met in a folder is told of."""
-    found = find_records(paths)
-    broken = {file for path in paths if path.is_dir() for file in path.rglob("record.json")} - set(found)
-    for file in sorted(broken):
-        try:
-            read_record(file)
-        except DataError as error:
-            if not found:
-                raise
-            tell(f"left out: {error}")
+def readable(paths: Sequence[Path], warn: Callable[[str], None] | None = None) -> list[Path]:
+    """The records at or below the paths, at least one; a broken one in a folder is an error, or a warning to `warn`."""
+    broken: list[DataError] = []
+    found = find_records(paths, broken.append)
+    if broken and (warn is None or not found):
+        raise broken[0]
+    for error in broken:
+        if warn is not None:
+            warn(f"left out: {error}")
     if not found:
         raise DataError(f"no record lies in {', '.join(map(str, paths))}; `incvec run` writes one.")
     return found
 
 
-def _looks_like_record(path: Path) -> bool:
+def _meant_as_record(file: Path) -> bool:
+    """Whether an invalid file was meant as one: by its name, cut off, or with most of a record's keys."""
+    if file.name == "record.json":
+        return True
     try:
-        read_record(path)
-    except DataError:
-        return False
-    return True
+        content = json.loads(file.read_text())
+    except (ValueError, OSError):
+        return True
+    return isinstance(content, dict) and sum(key in content for key in REQUIRED) > len(REQUIRED) // 2
 
 
 def title(record: dict[str, Any]) -> str:

@@ -16,8 +16,8 @@ from incvec.engine.run import Run
 from incvec.metrics import weighted_mean
 from incvec.presets import resolve
 from incvec.records import title
-from incvec.study import tables
 from incvec.study.geometry import path, positions, snapshot_model, task_accuracy
+from incvec.study.runs import run_rows, runs_table
 from incvec.study.style import Look, look
 
 POINTS = 51
@@ -51,7 +51,7 @@ def run_demo(out: Path, seed: int, console: Console, changes: Mapping[str, Any] 
         curves = {name: first_task_path(folders[name], data) for name in ON_PATHS}
     file = out / "demo.png"
     draw(records, curves, file)
-    console.print(tables.rich_table(tables.rows(records), "Digits: 4 classes, then 3 times 2 more"))
+    console.print(runs_table(run_rows(records), "Digits: 4 classes, then 3 times 2 more").rich())
     console.print(
         "AA: accuracy averaged over the tasks; LA: after the last one; FM: forgetting (less is better); all in "
         "percent. Gap closed: how far IVT comes from PODNet's LA to that of its oracle, which keeps all images.",

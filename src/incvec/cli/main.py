@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,8 +40,8 @@ from incvec.engine.sweep import Loader
 from incvec.errors import ConfigError, DataError, IncvecError, check_out
 from incvec.presets import resolve, run_name
 from incvec.records import read_record, readable
-from incvec.study import tables
 from incvec.study.catalog import everything, line_below
+from incvec.study.runs import run_rows, runs_table
 
 EXIT_INTERRUPTED = 130  # what shells expect of a program ended by Ctrl-C
 
@@ -223,7 +224,7 @@ def run(
                 events = tensorboard.logged(events, folder / "tensorboard")
             record = follow(events, console)
         ranks.close()
-    console.print(tables.rich_table(tables.rows([record])))
+    console.print(runs_table(run_rows([record])).rich())
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -354,13 +355,13 @@ def show(
     if markdown and as_json:
         raise ConfigError("--markdown and --json contradict each other; give one of them.")
     files = readable(record, complain)
-    rows = tables.rows([read_record(file) for file in files], [str(file) for file in files])
+    rows = run_rows([read_record(file) for file in files], [str(file) for file in files])
     if as_json:
-        typer.echo(json.dumps(tables.plain_data(rows), indent=1, ensure_ascii=False))
+        typer.echo(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False))
     elif markdown:
-        typer.echo(tables.markdown(rows))
+        typer.echo(runs_table(rows, footnotes=False).markdown())
     else:
-        Console().print(tables.rich_table(rows))
+        Console().print(runs_table(rows).rich())
 
 
 # data, demo -----------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from typing import Any
 
 from incvec.presets import changed_settings
 from incvec.study import looks as style
-from incvec.study import tables
 from incvec.study.compare import METRICS, TASKS, Comparison, compare, compare_gains, paper, settings_text, yaml_value
 from incvec.study.groups import Entry, Group
 from incvec.study.pretrained import starts_pretrained
+from incvec.study.runs import oracle_gaps, run_rows
 from incvec.study.sheet import Cell, Column, Row, Sheet, number, spread, word
 
 ARROWS = {"AA": "AA ↑", "LA": "LA ↑", "FM": "FM ↓"}
@@ -70,23 +70,16 @@ def gain_sheet(dataset: str, entries: Sequence[Entry]) -> Sheet | None:
 def gap_sheet(dataset: str, groups: Sequence[Group]) -> Sheet | None:
     """The share of the way from the plain method to its oracle, for groups whose plain runs and oracles are here."""
     every = [entry for each in groups for entry in each.entries]
-    share = {entry.path: row.gap_closed for entry, row in zip(every, table_rows(every), strict=True)}
-    last: dict[tuple[str, bool], float] = {}
-    for entry in every:
-        if not entry.record["addons"]:
-            last[tables.family(entry.record), entry.record["oracle"]] = entry.record["metrics"]["LA"]
+    gaps = dict(zip((entry.path for entry in every), oracle_gaps([entry.record for entry in every]), strict=True))
     rows = []
     for each in groups:
-        with_share = [entry for entry in each.entries if share[entry.path] is not None]
-        if each.dataset != dataset or not with_share:
+        found = [gap for entry in each.entries if (gap := gaps[entry.path]) is not None and gap.closed is not None]
+        if each.dataset != dataset or not found:
             continue
-        families = [tables.family(entry.record) for entry in with_share]
-        own = Comparison(tuple(entry.record["metrics"]["LA"] for entry in with_share), None)
-        plain = Comparison(tuple(last[key, False] for key in families), None)
-        oracle = Comparison(tuple(last[key, True] for key in families), None)
-        closed = Comparison(tuple(100 * (share[entry.path] or 0.0) for entry in with_share), None)
-        cells = [word(each.label), number(each.tasks, "d"), number(len(with_share), "d")]
-        cells += [spread(plain), spread(own), spread(oracle), spread(closed, ".1f")]
+        cells = [word(each.label), number(each.tasks, "d"), number(len(found), "d")]
+        for values in ([g.plain for g in found], [g.with_addons for g in found], [g.oracle for g in found]):
+            cells.append(spread(Comparison(tuple(values), None)))
+        cells.append(spread(Comparison(tuple(100 * (gap.closed or 0.0) for gap in found), None), ".1f"))
         rows.append(Row(tuple(cells)))
     if not rows:
         return None
@@ -132,7 +125,7 @@ def how_sheet(groups: Sequence[Group]) -> Sheet:
 def record_sheet(entries: Sequence[Entry]) -> Sheet:
     """Every record, nothing averaged."""
     rows = []
-    for entry, row in zip(entries, table_rows(entries), strict=True):
+    for entry, row in zip(entries, run_rows([entry.record for entry in entries]), strict=True):
         changes = settings_text(entry.changes)
         cells = [word(style.label(entry.name)), word(row.dataset), Cell(changes or "–", code=bool(changes))]
         cells += [number(row.tasks, "d"), number(row.seed, "d"), number(row.AA), number(row.LA), number(row.FM)]
@@ -142,10 +135,6 @@ def record_sheet(entries: Sequence[Entry]) -> Sheet:
     columns = [Column(label, number=False) for label in ("run", "data set", "changed")]
     columns += [Column(label) for label in ("increments", "seed", *ARROWS.values(), "gap closed, %", "seconds")]
     return Sheet("records", "Every record", (*columns, Column("file", number=False)), tuple(rows))
-
-
-def table_rows(entries: Sequence[Entry]) -> list[tables.Row]:
-    return tables.rows([entry.record for entry in entries])
 
 
 def command(record: Mapping[str, Any]) -> str:

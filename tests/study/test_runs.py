@@ -1,0 +1,120 @@
+"""One row per record: which runs are compared with which, and what the table shows."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from incvec.study.runs import run_rows, runs_table
+from tests.study.samples import sample
+
+
+def test_runs_with_other_settings_show_them() -> None:
+    """A row alone shows its name; rows that would read the same show their settings, or the folder."""
+    usual, other = sample("podnet", "ivt"), sample("podnet", "ivt", ivt={"interval": 5})
+    assert [row.changed for row in run_rows([usual, sample(), sample(seed=1)])] == [None] * 3
+    found = run_rows([usual, other, sample()], ["runs/a/record.json", "runs/b/record.json", "runs/c/record.json"])
+    assert [row.changed for row in found] == ["as preset, in a", "ivt.interval=5", None]
+    assert "| podnet + ivt (ivt.interval=5) | cifar100 |" in runs_table(found, footnotes=False).markdown()
+    text = io.StringIO()
+    Console(file=text, width=80).print(runs_table(found).rich())
+    assert any(line.startswith(" podnet + ivt [2] ") for line in text.getvalue().splitlines())
+    assert "[2] ivt.interval=5" in text.getvalue()
+    unknown = {**usual["config"], "method": "mine"}
+    for config in ({"device": "cpu"}, unknown, {}):  # settings that cannot be compared
+        found = run_rows([usual, {**usual, "config": config}], ["runs/a/record.json", "runs/b/record.json"])
+        assert [row.changed for row in found] == ["as preset, in a", "b"]
+
+
+def record(la: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    config = {
+        "method": "podnet", "addons": list(addons), "oracle": oracle, "seed": seed, "device": "auto",
+        "podnet": {"epochs": 160}, **{name: {"interval": 10} for name in addons},
+    }  # fmt: skip
+    return {
+        "method": "podnet", "addons": list(addons), "dataset": "cifar100", "tasks": 5, "oracle": oracle,
+        "seed": seed, "order_seed": 1993, "test_counts": [50, 10], "accuracy": [[80.0], [la, la]],
+        "metrics": {"AA": (80 + la) / 2, "LA": la, "FM": 80 - la}, "config": config, "seconds": 61.25, **changes,
+    }  # fmt: skip
+
+
+def test_gap_closed() -> None:
+    found = run_rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True)])
+    assert [row.gap_closed for row in found] == [pytest.approx(3 / 16), None, None]
+    assert [row.run for row in found] == ["podnet + ivt", "podnet", "podnet oracle"]
+    assert runs_table(found).texts()[0] == [
+        "podnet + ivt",
+        "cifar100",
+        "5",
+        "0",
+        "68.50",
+        "57.00",
+        "23.00",
+        "19 %",
+        "61.2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        record(70.0, oracle=True, seed=1),
+        record(70.0, oracle=True, order_seed=7),
+        record(70.0, oracle=True, tasks=10),
+        record(70.0, oracle=True, dataset="digits"),
+        record(70.0, oracle=True, method="finetune"),
+        record(70.0, oracle=True, config={"podnet": {"epochs": 40}}),
+        record(70.0, "ivt", oracle=True),
+        record(54.0, oracle=True),  # not ahead of the plain method
+    ],
+    ids=["seed", "order", "tasks", "dataset", "method", "options", "addon", "no gap"],
+)
+def test_gap_needs_the_oracle_of_the_same_run(other: dict[str, Any]) -> None:
+    assert run_rows([record(57.0, "ivt"), record(54.0), other])[0].gap_closed is None
+
+
+def test_gap_ignores_device_and_addon_options() -> None:
+    oracle = record(70.0, oracle=True)
+    oracle["config"] = {**oracle["config"], "device": "cuda"}
+    ivt = record(62.0, "ivt")
+    ivt["config"]["ivt"] = {"interval": 1}
+    assert run_rows([ivt, record(54.0), oracle])[0].gap_closed == pytest.approx(0.5)
+
+
+def test_markdown_of_a_single_run() -> None:
+    single = record(54.0, metrics={"AA": 54.0, "LA": 54.0, "FM": None}, seconds=None)
+    found = run_rows([single], ["a/record.json"])
+    assert runs_table(found, footnotes=False).markdown().splitlines() == [
+        "| run | data set | tasks | seed | AA | LA | FM | gap closed | seconds |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| podnet | cifar100 | 5 | 0 | 54.00 | 54.00 | – | – | – |",
+    ]
+    assert found[0].path == "a/record.json"
+    assert found[0].FM is None
+    assert found[0].LA == 54.0
+
+
+def test_runs_table_fits_80_columns() -> None:
+    text = io.StringIO()
+    found = run_rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True, seconds=12345.6)])
+    Console(file=text, width=80).print(runs_table(found, "heading").rich())
+    lines = text.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("podnet + ivt" in line and "19 %" in line for line in lines)
+    assert any("podnet oracle" in line and "12345.6" in line for line in lines)
+    assert "…" not in text.getvalue()
+
+
+def test_long_names_and_settings_leave_numbers_visible() -> None:
+    changes = {"last": "skip", "head": "keep", "batchnorm": "recalibrate", "interval": 5}
+    many = sample("finetune", "ivt", "fisher-merge", "magmax")
+    runs = [sample("podnet", "ivt"), sample("podnet", "ivt", ivt=changes), many]
+    found = run_rows(runs, ["a/r.json", "b/r.json", "c/r.json"])
+    text = io.StringIO()
+    Console(file=text, width=80).print(runs_table(found).rich())
+    for row in found:
+        assert f"{row.AA:.2f}  {row.LA:.2f}  {row.FM:.2f}" in text.getvalue()
+    assert "ivt.batchnorm=recalibrate" in text.getvalue()
