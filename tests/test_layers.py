@@ -25,7 +25,7 @@ PACKAGE = Path(incvec.__file__).parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     ("ivt",),
     ("",),
-    ("errors", "contracts", "fused"),
+    ("errors", "contracts", "registry", "fused"),
     ("atomic_files",),
     ("metrics",),
     ("config",),

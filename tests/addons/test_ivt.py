@@ -779,7 +779,7 @@ def test_stages_by_role(few: Dataset, tmp_path: Path, teleports: Teleports) -> N
 
 @pytest.mark.parametrize("choice", ["keep", "reset"])
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_state(choice: str, kind: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`reset` zeroes the state of what is teleported, and of nothing else; `keep` leaves all as it is."""
     states: list[tuple[Tensors, Tensors]] = []
     now: list[Tensors] = [{}]
@@ -808,7 +808,7 @@ def test_optimiser_state(choice: str, kind: str, few: Dataset, tmp_path: Path, m
                 assert torch.equal(tensor, old[name]), name
 
 
-def test_a_head_that_is_kept_keeps_its_optimiser_state(
+def test_a_head_that_is_kept_keeps_its_optimizer_state(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []

@@ -15,7 +15,7 @@ from incvec.cli.sweep import plan, sweeps
 from incvec.config import RunConfig
 from incvec.data.store.open import open_store
 from incvec.data.stream import split
-from incvec.presets import preset_file, resolve
+from incvec.presets import load_presets, resolve
 from tests.data.pictures import make_root, make_store
 
 
@@ -135,7 +135,7 @@ def test_asked_to_end_it_ends_and_can_go_on(tmp_path: Path, monkeypatch: pytest.
     finally:
         signal.signal(signal.SIGINT, heeded)
     assert stopped.exit_code == 130
-    assert "stopped; run the same command again to go on" in stopped.stderr
+    assert "Interrupted. Run the same command again to resume." in stopped.stderr
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (store / "store.json").exists()
     assert incvec_(*command).exit_code == 0
@@ -155,7 +155,7 @@ METHODS = ("podnet", "mrfa", "pass", "fcs", "ssre", "lucir", "icarl")
     ("dataset", "base", "tasks"), [("imagenet-subset", 50, 5), ("imagenet", 500, 10), ("tiny-imagenet-100", 50, 5)]
 )
 def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, tasks: int) -> None:
-    assert dataset in preset_file(method)
+    assert dataset in load_presets(method).datasets
     config = resolve({"method": method, "addons": ["ivt"] if method in METHODS[:4] else [], "dataset": dataset})
     assert (config.base_classes, config.tasks, config.order_seed) == (base, tasks, 1993)
     own = config.sections[method]
@@ -183,7 +183,7 @@ def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> N
     command += ["--out", str(tmp_path / "run"), "--data-root"]
     assert incvec_(*command, stores[0]).exit_code == 0
     for root in (stores[0], tmp_path / "gone"):
-        assert "done already" in incvec_(*command, root).stdout
+        assert "already finished" in incvec_(*command, root).stdout
     refused = incvec_(*command, stores[1])
     assert refused.exit_code == 1
     told = " ".join(refused.stderr.split())

@@ -14,7 +14,7 @@ from incvec.data import Dataset
 from incvec.methods.common import extract
 from incvec.methods.finetune import Finetune
 from incvec.methods.icarl import ICaRL
-from incvec.presets import preset_file, resolve
+from incvec.presets import load_presets, resolve
 from tests.methods.endings import finished, in_task
 
 LARGE = ("imagenet-subset", "imagenet", "tiny-imagenet-100")
@@ -55,7 +55,7 @@ def test_class_means_are_averaged_with_the_mirror_image(few: Dataset, tmp_path: 
 @pytest.mark.parametrize("dataset", LARGE)
 def test_large_images_have_a_network_and_a_length_of_their_own(method: str, dataset: str) -> None:
     """Not those of CIFAR-100, which the options' defaults are."""
-    assert dataset in preset_file(method)
+    assert dataset in load_presets(method).datasets
     own = resolve({"method": method, "dataset": dataset}).sections[method]
     relu = "-lucir" if method in ("geodl", "mnemonics") else ""  # none after the last block
     assert own["net"] == ("resnet18-64" if dataset == "tiny-imagenet-100" else "resnet18") + relu

@@ -1,18 +1,29 @@
-"""The paper's settings as data, and how a run's configuration is put together from them.
+"""Presets: the paper's settings as data, and how a run's configuration is resolved from them.
 
-One YAML file for each method and add-on: a mapping from data set (`cifar100`, or `cifar100.authors` for a
-variant) to option values; an add-on's file may have `+podnet`, for one host on any data set, and `cifar100+podnet`,
-for the paper's settings there. Layers, weakest first: the options' own defaults, the preset, the add-on's for its host,
-what the caller gave.
+There is one YAML file per method and add-on:
+
+    shared:                    # optional: anchors for the rest of the file, otherwise ignored
+    datasets:
+      cifar100:                # option values for one data set: the paper's settings
+        batch_size: 64
+        variants:              # selected with --variant; applied on top
+          authors: {epochs: 101}
+        hosts:                 # add-ons only: applied with this method on this data set (not with a variant)
+          pass: {batchnorm: map}
+    hosts:                     # add-ons only: applied with this method on any data set
+      podnet: {last: teleport}
+
+Each layer overrides the one before: the defaults of the options, the data set, the variant, the host, the host on this
+data set, the values given by the caller. Other packages add presets through `incvec.registry`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -21,6 +32,9 @@ from incvec.config import RunConfig, differences, digest, validate
 from incvec.data import DATASETS
 from incvec.errors import ConfigError, nearest
 from incvec.methods import METHODS, find_method
+from incvec.registry import PRESETS
+
+Values = dict[str, Any]
 
 STREAMS: dict[str, dict[str, Any]] = {
     "cifar100": {"base_classes": 50, "tasks": 5},
@@ -29,13 +43,13 @@ STREAMS: dict[str, dict[str, Any]] = {
     "imagenet-subset": {"base_classes": 50, "tasks": 5},
     "tiny-imagenet-100": {"base_classes": 50, "tasks": 5},
 }
-# Methods that start from pre-trained weights: equal tasks, no base half.
+# For pre-trained methods: tasks of equal size, without a large base task.
 UNIFORM: dict[str, dict[str, Any]] = {
     "aircraft": {"base_classes": 0, "tasks": 10},
     "cifar100": {"base_classes": 0, "tasks": 10},
     "digits": {"base_classes": 0, "tasks": 5},
 }
-# Settings outside the sections that make a run another experiment; its seed, device and engine do not.
+# Settings outside the sections that make a run a different experiment. Seed, device and engine do not.
 SETTINGS = (
     "order_seed",
     "base_classes",
@@ -51,41 +65,90 @@ SETTINGS = (
 )
 
 
+class DatasetPreset(NamedTuple):
+    """Settings of one component on one data set."""
+
+    options: Values
+    variants: dict[str, Values]
+    hosts: dict[str, Values]
+
+
+class ComponentPresets(NamedTuple):
+    """All presets of one method or add-on."""
+
+    datasets: dict[str, DatasetPreset]
+    hosts: dict[str, Values]
+
+
+def _sources(component: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where presets of a component come from, and their content: built-in ones, then those of other packages."""
+    for package, source in {"incvec": __package__, **PRESETS}.items():
+        listed = isinstance(source, Mapping)  # component -> preset; otherwise a package with YAML files
+        found = source.get(component) if listed else resources.files(source) / f"{component}.yaml"
+        if isinstance(found, Mapping):
+            yield package, found
+        elif found is not None and (listed or found.is_file()):
+            yield str(found), yaml.safe_load(Path(str(found)).read_text()) or {}
+
+
+def load_presets(component: str) -> ComponentPresets:
+    """All presets of one method or add-on."""
+    return _load_presets(component, tuple(PRESETS))
+
+
 @cache
-def preset_file(component: str) -> dict[str, dict[str, Any]]:
-    """All presets of one method or add-on, by data set and variant."""
-    file = resources.files(__package__) / f"{component}.yaml"
-    if not file.is_file():
-        return {}
-    content: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text()) or {}
-    return content
+def _load_presets(component: str, packages: tuple[str, ...]) -> ComponentPresets:
+    datasets: dict[str, Values] = {}
+    hosts: dict[str, Values] = {}
+    for source, content in _sources(component):
+        for key in content.keys() - {"shared", "datasets", "hosts"}:
+            raise ConfigError(
+                f"the presets of {component} ({source}) have an unknown key {key!r}: expected datasets or hosts."
+            )
+        for known, key in ((datasets, "datasets"), (hosts, "hosts")):
+            added = content.get(key) or {}
+            for name in known.keys() & added.keys():
+                raise ConfigError(f"{component} has presets for {name} already: remove those in {source}.")
+            known.update(added)
+
+    def entry(values: Values | None) -> DatasetPreset:
+        options = dict(values or {})
+        return DatasetPreset(variants=options.pop("variants", {}), hosts=options.pop("hosts", {}), options=options)
+
+    return ComponentPresets({name: entry(values) for name, values in datasets.items()}, hosts)
 
 
-def preset(component: str, dataset: str, variant: str = "paper", host: str | None = None) -> dict[str, Any]:
-    """Option values for one component on one data set, of an add-on with its host; the paper's are the plain entry."""
-    content = preset_file(component)
-    values = dict(content.get(dataset, {}))
+def preset(component: str, dataset: str, variant: str = "paper", host: str = "") -> Values:
+    """Option values of a component on a data set; for an add-on, `host` is the method it is used with."""
+    known = load_presets(component)
+    entry = known.datasets.get(dataset, DatasetPreset({}, {}, {}))
     if variant != "paper":
-        return values | content.get(f"{dataset}.{variant}", {}) | content.get(f"+{host}", {})
-    return values | content.get(f"+{host}", {}) | content.get(f"{dataset}+{host}", {})
+        return entry.options | entry.variants.get(variant, {}) | known.hosts.get(host, {})
+    return entry.options | known.hosts.get(host, {}) | entry.hosts.get(host, {})
 
 
 def presets() -> list[dict[str, str]]:
-    """Every preset there is: its name, component, data set and variant; an add-on's for a host is for any data set."""
-    rows = []
+    """Name, component, data set and variant of every preset; `any with podnet` is an add-on's preset for a host."""
+    rows: list[dict[str, str]] = []
+
+    def add(component: str, name: str, dataset: str, variant: str = "paper") -> None:
+        rows.append({"name": component + name, "component": component, "dataset": dataset, "variant": variant})
+
     for component in [*METHODS, *ADDONS]:
-        for key in preset_file(component):
-            dataset, _, variant = key.partition(".")
-            name = "-".join(part for part in (component, dataset, variant) if part)
-            if "+" in key:
-                where, _, host = key.partition("+")
-                name, dataset = component + key if not where else f"{component}-{key}", f"{where or 'any'} with {host}"
-            rows.append({"name": name, "component": component, "dataset": dataset, "variant": variant or "paper"})
+        known = load_presets(component)
+        for dataset, entry in known.datasets.items():
+            add(component, f"-{dataset}", dataset)
+            for variant in entry.variants:
+                add(component, f"-{dataset}-{variant}", dataset, variant)
+            for host in entry.hosts:
+                add(component, f"-{dataset}+{host}", f"{dataset} with {host}")
+        for host in known.hosts:
+            add(component, f"+{host}", f"any with {host}")
     return rows
 
 
 def resolve(given: Mapping[str, Any]) -> RunConfig:
-    """A complete, validated configuration from a few given values; every section is spelled out in it."""
+    """A complete, validated configuration from a few given values, with every option of every section."""
     given = dict(given)
     if "method" not in given:
         raise ConfigError("no method was named; --method takes one of: " + ", ".join(METHODS) + ".")
@@ -101,18 +164,22 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     if dataset not in DATASETS:
         raise ConfigError(f"unknown data set {dataset!r}.{nearest(dataset, DATASETS)} Known: {', '.join(DATASETS)}.")
     variant = given.get("variant", "paper")
-    if variant != "paper" and f"{dataset}.{variant}" not in preset_file(method):
-        have = [row["variant"] for row in presets() if row["component"] == method and row["dataset"] == dataset]
-        raise ConfigError(f"{method} has no variant {variant!r} for {dataset}; it has: {', '.join(have) or 'none'}.")
-    sections: dict[str, dict[str, Any]] = {}
+    if variant != "paper":
+        entry = load_presets(method).datasets.get(dataset)
+        variants = ["paper", *entry.variants] if entry else []
+        if variant not in variants:
+            known = ", ".join(variants) or "none"
+            raise ConfigError(f"{method} has no variant {variant!r} for {dataset}; it has: {known}.")
+    sections: dict[str, Values] = {}
     for name, kind in kinds.items():
-        own = given.pop(name, None) or {}
-        if not isinstance(own, Mapping):
-            raise ConfigError(f"{name} takes settings of its own ({name}.key=value), it was given {own!r}.")
-        which = "pretrained" if pretrained and name != method else variant  # the paper treats those models otherwise
-        host = None if name == method else method
-        options = validate(kind, {**preset(name, dataset, which, host), **own}, where=name)
-        sections[name] = options.model_dump(mode="json")
+        options = given.pop(name, None) or {}
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"{name} is a section with its own settings ({name}.key=value), not {options!r}.")
+        if name == method:
+            base = preset(name, dataset, variant)
+        else:
+            base = preset(name, dataset, "pretrained" if pretrained else variant, method)
+        sections[name] = validate(kind, {**base, **options}, where=name).model_dump(mode="json")
     fields = set(RunConfig.model_fields) - {"sections"}
     for key in given:
         if key not in fields:
@@ -126,16 +193,16 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     stream = {"base_classes": 0, **UNIFORM.get(dataset, {})} if pretrained else STREAMS.get(dataset, {})
     values = {**stream, **given}
     if values.get("class_order") is not None:
-        values["order_seed"] = None  # no seed has made this order, so no record shall say so
+        values["order_seed"] = None  # an explicit order does not come from a seed
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
     return config
 
 
 def run_name(config: RunConfig) -> str:
-    """`cifar100-podnet+ivt-5-s0`, and eight digits more where a setting that the name does not tell was changed."""
-    told = ("method", "addons", "dataset", "tasks", "seed", "oracle")
-    ordinary = resolve({key: getattr(config, key) for key in told})
-    changes = differences(config.resolved(), ordinary.resolved())
+    """`cifar100-podnet+ivt-5-s0`, plus eight hex digits if a setting that is not part of the name was changed."""
+    named = ("method", "addons", "dataset", "tasks", "seed", "oracle")
+    default = resolve({key: getattr(config, key) for key in named})
+    changes = differences(config.resolved(), default.resolved())
     parts = [config.dataset, "+".join([config.method, *config.addons])]
     parts += ["oracle"] if config.oracle else []
     parts += [str(config.tasks), f"s{config.seed}"]
@@ -143,40 +210,40 @@ def run_name(config: RunConfig) -> str:
     return "-".join(parts)
 
 
-def changed_settings(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's resolved configuration has that the presets of its variant do not, `section.key: value`."""
-    given = {key: own[key] for key in ("method", "dataset", "addons")} | {"variant": own.get("variant", "paper")}
-    preset = resolve(given)
-    usual = preset.resolved() | {"variant": "paper"}
-    changed = {key: own[key] for key in SETTINGS if key in own and own[key] != usual.get(key)}
-    if own.get("class_order"):  # an order that is given has no seed
+def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which a resolved configuration differs from the presets of its variant, `section.key: value`."""
+    named = {key: config[key] for key in ("method", "dataset", "addons")}
+    default = resolve(named | {"variant": config.get("variant", "paper")})
+    defaults = default.resolved() | {"variant": "paper"}
+    changed = {key: config[key] for key in SETTINGS if key in config and config[key] != defaults.get(key)}
+    if config.get("class_order"):  # an explicit order has no seed
         changed.pop("order_seed", None)
-    for section, values in preset.sections.items():
-        # An option that a record lacks came later, and its own default is what was done before.
-        spelt = _own_defaults(section) | own[section] if section in own else {}
+    for section, values in default.sections.items():
+        # An option that a record lacks was introduced later; its default is the earlier behavior.
+        complete = _default_options(section) | config[section] if section in config else {}
         changed |= {
             f"{section}.{key}": value
-            for key, value in spelt.items()
-            if values.get(key) != value and in_effect(values, key) != in_effect(spelt, key)
+            for key, value in complete.items()
+            if values.get(key) != value and effective_value(values, key) != effective_value(complete, key)
         }
     return changed
 
 
 @cache
-def _own_defaults(component: str) -> dict[str, Any]:
-    """A method's or add-on's options without any preset."""
+def _default_options(component: str) -> dict[str, Any]:
+    """The options of a method or add-on without any preset."""
     options: Any = (find_method if component in METHODS else find_addon)(component).Options
-    values: dict[str, Any] = options.model_construct().model_dump(mode="json")  # some need a setting to be valid
+    values: dict[str, Any] = options.model_construct().model_dump(mode="json")  # not validated: some require a value
     return values
 
 
-def in_effect(values: Mapping[str, Any], key: str) -> Any:
-    """A setting's value; a `base_` setting left out is that of the other tasks."""
+def effective_value(values: Mapping[str, Any], key: str) -> Any:
+    """A setting's value; a `base_` setting that is null takes the value of the incremental tasks."""
     value = values.get(key)
     return values.get(key.removeprefix("base_")) if value is None else value
 
 
 def sweeps() -> dict[str, Path]:
-    """The sweeps that come with the package, by name."""
+    """The sweeps of this package, by name."""
     folder = resources.files(__package__) / "sweeps"
     return {Path(str(file)).stem: Path(str(file)) for file in sorted(folder.iterdir(), key=str) if file.is_file()}

@@ -9,7 +9,7 @@ import torch
 
 from incvec.data import Dataset
 from incvec.engine.run import finish
-from incvec.methods.prototype_aug import PASS
+from incvec.methods.pass_ import PASS
 from incvec.presets import preset, resolve
 from tests.conftest import make_run, quick
 from tests.methods.endings import in_task

@@ -1,0 +1,119 @@
+"""Presets resolve to the settings that the records were made with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from incvec.addons import ADDONS, find_addon
+from incvec.config import digest, validate
+from incvec.data import DATASETS
+from incvec.errors import ConfigError
+from incvec.methods import METHODS, find_method
+from incvec.presets import load_presets, preset, presets, resolve
+from incvec.registry import PRESETS
+
+# A digest per component of its presets for all data sets, variants and hosts. After an intended change, copy the new
+# digest from the failed assertion.
+DIGESTS = {
+    "bic": "60804f214472",
+    "ewc": "725bdc3a42cb",
+    "fcs": "5fe61828703e",
+    "finetune": "5871d166141c",
+    "flyp": "4641b1cb0e70",
+    "geodl": "fe0128b6aca2",
+    "icarl": "edf3f3e29ee8",
+    "joint": "31e783016cd3",
+    "lucir": "e5ef931bf353",
+    "lwf": "f5bde8692edb",
+    "mnemonics": "0953c638c2f2",
+    "mrfa": "7e13194b71e3",
+    "pass": "16142c4281ec",
+    "podnet": "ca3f7c118bb9",
+    "rapf": "60504e6d5766",
+    "replay": "5f2db152971c",
+    "slca": "ba3d54bfef91",
+    "spu": "81abf29b4726",
+    "ssre": "ae3c82e5a17e",
+    "zeroshot": "0e38a7fa8372",
+    "cofima": "bf78e4a953b4",
+    "eopc": "fe210ed6203e",
+    "fisher-merge": "bf78e4a953b4",
+    "imm": "bf78e4a953b4",
+    "ivt": "44123ab58152",
+    "magmax": "bf78e4a953b4",
+}
+
+
+def all_presets(component: str) -> dict[str, Any]:
+    """Every distinct preset of a component, `dataset/variant/host -> values`."""
+    hosts = ["", *METHODS] if component in ADDONS else [""]
+    variants = sorted({row["variant"] for row in presets()} | {"paper"})
+    values = {f"{d}/{v}/{h}": preset(component, d, v, h) for d in sorted(DATASETS) for v in variants for h in hosts}
+    return {key: value for key, value in values.items() if value}
+
+
+def test_presets_are_unchanged() -> None:
+    digests = {name: digest(all_presets(name))[:12] for name in [*METHODS, *ADDONS]}
+    assert digests == DIGESTS
+
+
+@pytest.mark.parametrize(
+    ("given", "section", "expected"),
+    [
+        ({"method": "podnet"}, "podnet", {"net": "resnet32-rebuffi", "epochs": 160, "lr": 0.1}),
+        ({"method": "podnet", "dataset": "imagenet"}, "podnet", {"net": "resnet18-podnet", "weight_decay": 1e-4}),
+        ({"method": "icarl", "variant": "authors"}, "icarl", {"loss": "sigmoid", "lr": 2.0, "memory_total": 2000}),
+        ({"method": "icarl"}, "ivt", {"interval": 10, "last": "skip", "head": "keep", "batchnorm": "keep"}),
+        ({"method": "podnet"}, "ivt", {"interval": 10, "last": "teleport", "head": "teleport"}),
+        ({"method": "pass"}, "ivt", {"interval": 10, "last": "skip", "batchnorm": "map"}),
+        ({"method": "pass", "variant": "authors"}, "ivt", {"last": "skip", "batchnorm": "layer"}),
+        ({"method": "fcs", "dataset": "digits"}, "ivt", {"interval": 5, "last": "skip", "batchnorm": "layer"}),
+        ({"method": "flyp", "variant": "lite"}, "ivt", {"interval": 3, "last": "teleport", "head": "teleport"}),
+        ({"method": "flyp", "variant": "lite"}, "flyp", {"net": "lite0-minilm", "pixels": 160, "tag": None}),
+    ],
+)  # fmt: skip
+def test_layers_of_presets(given: dict[str, Any], section: str, expected: dict[str, Any]) -> None:
+    """The data set, then the variant, then the host, then the host on this data set (only without a variant)."""
+    options = resolve({"dataset": "cifar100", "addons": ["ivt"], **given}).sections[section]
+    assert {key: options[key] for key in expected} == expected
+
+
+def test_every_preset_is_valid() -> None:
+    for component in [*METHODS, *ADDONS]:
+        kind = (find_method if component in METHODS else find_addon)(component).Options
+        for values in all_presets(component).values():
+            validate(kind, values, where=component)
+
+
+def test_names_of_presets() -> None:
+    names = {row["name"]: (row["dataset"], row["variant"]) for row in presets()}
+    assert len(names) == len(presets())
+    assert names["podnet-cifar100"] == ("cifar100", "paper")
+    assert names["ewc-cifar100-pycil"] == ("cifar100", "pycil")
+    assert names["ivt+podnet"] == ("any with podnet", "paper")
+    assert names["ivt-cifar100+pass"] == ("cifar100 with pass", "paper")
+
+
+def test_unknown_variant_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no variant 'nobody' for cifar100; it has: paper, authors, pycil\."):
+        resolve({"method": "icarl", "dataset": "cifar100", "variant": "nobody"})
+    with pytest.raises(ConfigError, match=r"no variant 'authors' for aircraft; it has: none\."):
+        resolve({"method": "icarl", "dataset": "aircraft", "variant": "authors"})
+
+
+def test_presets_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mapping or a YAML file; it may add hosts and data sets to built-in components, but not replace any."""
+    file = tmp_path / "podnet.yaml"
+    file.write_text("datasets: {aircraft: {epochs: 3, variants: {long: {epochs: 9}}}}")
+    monkeypatch.setitem(PRESETS, "mine", {"podnet": file, "ivt": {"hosts": {"icarl": {"interval": 7}}}})
+    assert preset("podnet", "aircraft") == {"epochs": 3}
+    assert resolve({"method": "podnet", "dataset": "aircraft", "variant": "long"}).sections["podnet"]["epochs"] == 9
+    assert preset("ivt", "cifar100", host="icarl")["interval"] == 7
+    monkeypatch.setitem(PRESETS, "other", {"podnet": {"datasets": {"digits": {}}}, "ewc": {"cifar100": {}}})
+    with pytest.raises(ConfigError, match=r"podnet has presets for digits already: remove those in other\."):
+        load_presets("podnet")
+    with pytest.raises(ConfigError, match=r"presets of ewc \(other\) have an unknown key 'cifar100'"):
+        load_presets("ewc")
