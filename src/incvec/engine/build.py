@@ -113,7 +113,7 @@ def autocaster(device: torch.device, precision: str) -> Any:
 
 def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, device: torch.device) -> Parts:
     """Assemble a run's parts; nothing is trained or written."""
-    kernels.asked(os.environ)
+    kernels.allowed(os.environ)
     check_names(config)
     kind = find_method(config.method)
     options = config.options(config.method, kind.Options)

@@ -39,7 +39,7 @@ from incvec.engine.stage import StageLoop, check_rates
 from incvec.errors import Busy, CheckpointError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 from incvec.metrics import weighted_mean
-from incvec.nets import BACKBONES, finer
+from incvec.nets import BACKBONES, finer_backbone
 from incvec.records import read_record
 
 
@@ -217,7 +217,7 @@ class Run:
             yield f"training on the CPU, since the GPU cannot be used: {trouble}"
         net = None if self.parts.method.pretrained else getattr(self.parts.method.options, "net", None)
         side = self.parts.world.image_shape[-1]
-        if net is not None and (other := finer(net, side)):
+        if net is not None and (other := finer_backbone(net, side)):
             left = BACKBONES[net].last_side(side)
             yield (
                 f"of images of {side} x {side} the last maps of {net} are {left} x {left}; {other} is for smaller "

@@ -27,14 +27,14 @@ from pydantic import Field
 from torch import Tensor
 
 from incvec.contracts import Batch, Stage, Task, Terms
-from incvec.ivt.fisher import squared_gradients
 from incvec.methods.finetune import Finetune, FinetuneOptions
+from incvec.methods.fisher import FisherKind, squared_gradients
 
 
 class EWCOptions(FinetuneOptions):
     loss_over: Literal["seen", "new"] = Field("new", description="the classes the softmax runs over")
     lambda_ewc: float = Field(1000.0, ge=0)
-    fisher: Literal["batch", "sample", "sampled", "exact"] = "batch"
+    fisher: FisherKind = "batch"
     clip: float | None = Field(1e-4, gt=0, description="the largest F_t counts as; none: F_t as it is")
     accumulate: Literal["sum", "mean"] = "sum"
     decay: float = Field(1.0, ge=0, le=1, description="what a task leaves of the F before it, for `sum`")
@@ -97,7 +97,7 @@ class EWC(Finetune):
         """Add the batch's squared gradients; what is logged is the trace of its F."""
         kind = self.options.fisher
 
-        def outcome(rows: tuple[Tensor, Tensor]) -> Tensor:
+        def outcome(rows: tuple[Tensor, ...]) -> Tensor:
             images, labels = rows
             logits: Tensor = self.model(images).logits
             return logits if kind in ("sampled", "exact") else F.cross_entropy(logits, labels)
@@ -105,9 +105,7 @@ class EWC(Finetune):
         parameters = dict(self.model.named_parameters())
         rows = (batch.images, batch.labels)
         with torch.autocast(batch.images.device.type, enabled=False):  # F in full precision, whatever the training's
-            squares, count = squared_gradients(
-                self.model, outcome, rows, parameters, kind=kind, generator=self.world.generator
-            )
+            squares, count = squared_gradients(self.model, outcome, rows, kind=kind, generator=self.world.generator)
         found = flat({name: squares[name] for name in parameters})
         self.store["squares"] += found
         self.store["terms"] += count

@@ -38,7 +38,7 @@ OPENING = """# What exists
 
 Every name here is one for `incvec run`: `--method`, `--addon` (with any method, in any number, unless it says why not),
 `--dataset`. A preset holds a component's settings for one data set: for `cifar100` those of the IVT paper (but for
-FCS's batches, its authors'; and for `ivt` itself, where the paper leaves something open, [our reading](findings.md)),
+FCS's batches, its authors'; and for `ivt` itself, where the paper leaves something open, [our settings](results.md#recommended-settings)),
 for `digits` quick ones of our own; in brackets are variants for `--variant` (an add-on's `pretrained` is taken by
 itself with models that start pre-trained, and `any with pass` by itself beside PASS). Results are `pending` until
 records of real runs lie under `results/`; reproduced means that AA and LA are at most 1.5 points below the IVT paper's,
