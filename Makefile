@@ -1,7 +1,7 @@
 # make demo       four short runs on embedded data and one figure; about a minute on a CPU
 # make test       style, types and the quick tests; what a change has to pass first
 # make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser
-# make docs       the documentation site in build/site; a broken link is an error
+# make docs       the documentation site in site/; a broken link is an error
 # make dist       wheel and sdist in dist/, installed into fresh environments and tried (DIST=--full downloads torch)
 # make bench      small versions of all benchmarks, on a CPU
 # make figures    figures and pages under results/ and docs/, generated again from the records
@@ -69,4 +69,4 @@ figures: $(VENV)/lab
 	$(BIN)/python -m incvec.study.catalog --readme README.md
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

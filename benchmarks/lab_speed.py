@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from incvec.data import Dataset
-from incvec.engine.build import build
-from incvec.engine.restore import grow
+from incvec.engine.build import build, grow
 from incvec.presets import resolve
 from incvec.records import environment
 from incvec.study.geometry import Snapshot, StateEvaluator

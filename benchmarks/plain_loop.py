@@ -26,8 +26,7 @@ from torchvision import transforms
 
 from incvec.contracts import Batch, Task
 from incvec.data import Dataset
-from incvec.engine.build import Parts, build
-from incvec.engine.restore import grow
+from incvec.engine.build import RunParts, build, grow
 from incvec.presets import resolve
 
 MEMORY = 20  # exemplars a class
@@ -66,7 +65,7 @@ def rows_of(data: Dataset, task: Task) -> Tensor:
     return torch.cat([own, *old])
 
 
-def measure(data: Dataset, parts: Parts, task: Task, workers: int, seconds: float) -> float:
+def measure(data: Dataset, parts: RunParts, task: Task, workers: int, seconds: float) -> float:
     """Images a second of the task's main stage, after a warm-up."""
     method, device = parts.method, parts.world.device
     stage = method.stages(task)[0]

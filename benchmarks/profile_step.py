@@ -24,8 +24,8 @@ from measuring import Report, Row, one_thread, pick_device, random_images, setti
 from torch.profiler import ProfilerActivity, profile
 
 from incvec.engine import events as ev
+from incvec.engine.loop import StageLoop
 from incvec.engine.run import Run
-from incvec.engine.stage import StageLoop
 from incvec.presets import resolve
 
 LAUNCHES = 8  # timed together for the host's share: few enough that no queue fills up

@@ -20,6 +20,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -122,8 +123,7 @@ def measure(data: Dataset, given: dict[str, Any], runs: int) -> Iterator[Row]:
 
 
 def increment_of(run: Run) -> Generator[ev.Event, None, None]:
-    """The run's events from where its first increment's epochs begin; no checkpoint within the stage."""
-    run._save_due = lambda: False  # type: ignore[method-assign]
+    """The run's events from where its first increment's epochs begin."""
     events = turned(run.events())
     for event in events:
         if isinstance(event, ev.StageStarted) and event.task == 1:
@@ -150,7 +150,7 @@ def compare_ivt(data: Dataset, small: bool, engine: str, size: Size) -> tuple[li
         runs = [
             Run(
                 resolve(settings(small, addons, engine, base_epochs=1, epochs=epochs)),
-                data, Path(folder) / str(number), Path(folder) / "bases",
+                data, Path(folder) / str(number), Path(folder) / "bases", save_interval=math.inf,
             )
             for number, addons in enumerate(([], ["ivt"]))
         ]  # fmt: skip

@@ -69,8 +69,13 @@ def quick(method: str, *addons: str, **given: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_run(data: Dataset, out: Path, given: dict[str, Any], bases: Path | None = None) -> Run:
-    return Run(resolve(given), data, out, bases)
+def make_run(data: Dataset, out: Path, given: dict[str, Any], bases: Path | None = None, **options: Any) -> Run:
+    return Run(resolve(given), data, out, bases, **options)
+
+
+def always_saving_run(data: Dataset, out: Path, given: dict[str, Any], bases: Path | None = None) -> Run:
+    """A run that saves a checkpoint after every epoch, so that it can be resumed from every position."""
+    return make_run(data, out, given, bases, save_interval=0)
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

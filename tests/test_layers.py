@@ -26,18 +26,18 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("ivt",),
     ("",),
     ("errors", "contracts", "registry", "fused"),
+    ("config",),
     ("atomic_files",),
     ("metrics",),
-    ("config",),
     ("records",),
     ("data",),
     ("nets",),
     ("methods",),
     ("addons",),
-    ("engine",),
     ("presets",),
+    ("engine",),
     ("study",),
-    ("cli", "__main__"),
+    ("cli", "__main__", "lab"),
 )
 LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 

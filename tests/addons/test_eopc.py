@@ -355,8 +355,8 @@ def test_noise_of_the_members_is_drawn_up_to_the_radius(
 def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "podnet", "eopc")
     tasks = run.parts.tasks
-    assert [stage.name for stage in run._plan(tasks[0])] == ["main"]
-    path = run._plan(tasks[1])[-1]
+    assert [stage.name for stage in run.parts.plan(tasks[0])] == ["main"]
+    path = run.parts.plan(tasks[1])[-1]
     assert (path.name, path.role, path.owner, path.batchnorm) == ("eopc-path", "path", "eopc", "frozen")
     assert path.optimizer is not None
     assert path.optimizer.momentum == 0

@@ -15,7 +15,7 @@ from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.engine import events as ev
-from incvec.engine import stage as stage_loop
+from incvec.engine import loop as stage_loop
 from incvec.engine.build import check_names
 from incvec.engine.run import finish
 from incvec.errors import CheckpointError, ConfigError
@@ -523,7 +523,7 @@ def test_maps_in_a_stage_that_holds_statistics_fixed(few: Dataset, tmp_path: Pat
 def test_a_model_without_batchnorm_has_no_maps(choice: str, few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
     """It is teleported as with any other choice, and no batch is looked at for it."""
     looks: list[int] = []
-    watch(monkeypatch, stage_loop.StageLoop, "look", before=lambda loop, batches: looks.append(batches))
+    watch(monkeypatch, stage_loop.StageLoop, "probe", before=lambda loop, batches: looks.append(batches))
     monkeypatch.setattr(IVTAddOn, "_norms", lambda self: {})  # all networks that are small enough have some
     keep, maps = (run_on(few, tmp_path / name, "finetune", "ivt", ivt={"batchnorm": name}) for name in ("keep", choice))
     same(snapshot(keep, 2), snapshot(maps, 2))
@@ -579,7 +579,7 @@ def test_a_look_is_of_so_many_batches_and_leaves_no_trace(few: Dataset, tmp_path
 def test_the_first_fisher_is_measured_of_what_trains(given: dict[str, str], few: Dataset, tmp_path: Path) -> None:
     """RAPF's towers rest; a pass over them as well would find no gradient and stop."""
     run = run_on(few, tmp_path, "rapf", "ivt", ivt=given)
-    assert [stage.name for stage in run._plan(run.parts.tasks[0])][-1] == "ivt-fisher"
+    assert [stage.name for stage in run.parts.plan(run.parts.tasks[0])][-1] == "ivt-fisher"
     (addon,) = run.parts.addons
     assert isinstance(addon, IVTAddOn)
     assert not any(name.startswith("backbone.") for name in addon.plugin.cumulative)
@@ -620,7 +620,7 @@ def test_recalibrated_statistics(few: Dataset, tmp_path: Path, monkeypatch: pyte
     watch(monkeypatch, IVTAddOn, "end_stage", after=end)
     run = run_on(few, tmp_path, "finetune", "ivt", ivt={"batchnorm": "recalibrate"})
     assert checked == [1, 2]
-    assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate"]
+    assert [stage.name for stage in run.parts.plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate"]
 
 
 @pytest.mark.parametrize("method", ["pass", "fcs", "mrfa"])
@@ -660,14 +660,14 @@ def test_recalibration_sees_what_the_main_stage_sees(
 
 def test_recalibration_comes_before_the_balanced_stage(few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "podnet", "ivt", ivt={"batchnorm": "recalibrate"})
-    assert [stage.name for stage in run._plan(run.parts.tasks[0])] == ["main"]
-    assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate", "balance"]
+    assert [stage.name for stage in run.parts.plan(run.parts.tasks[0])] == ["main"]
+    assert [stage.name for stage in run.parts.plan(run.parts.tasks[1])] == ["main", "ivt-recalibrate", "balance"]
 
 
 @pytest.mark.parametrize("choice", ["keep", "interpolate", "recalibrate", "map", "layer"])
 def test_statistics_that_a_method_holds_fixed_stay_so(choice: str, few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "ssre", "ivt", ivt={"batchnorm": choice})
-    assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main"]
+    assert [stage.name for stage in run.parts.plan(run.parts.tasks[1])] == ["main"]
     first, last = snapshot(run, 0), snapshot(run, 2)
     kept = [name for name in first if name.endswith(("running_mean", "running_var"))]
     assert kept
@@ -736,7 +736,7 @@ def test_kernel_blocks(few: Dataset, tmp_path: Path, teleports: Teleports) -> No
     """Up to the first teleport as ever; there, k x k kernels move by a block for each slice, the rest as before."""
     run_on(few, tmp_path / "diagonal", "finetune", "ivt", ivt={"interval": 2})
     run = run_on(few, tmp_path / "kernel", "finetune", "ivt", ivt={"interval": 2, "structure": "kernel"})
-    assert [stage.name for stage in run._plan(run.parts.tasks[0])] == ["main", "ivt-fisher"]
+    assert [stage.name for stage in run.parts.plan(run.parts.tasks[0])] == ["main", "ivt-fisher"]
     plain, block = teleports.rows[0], teleports.rows[2]
     same(parted(plain["before"])[0], parted(block["before"])[0])
     kernels = 0
@@ -896,12 +896,14 @@ def test_single_images_have_no_contrast(method: str, options: dict[str, Any], re
     config = resolve(quick(method, "ivt", ivt={"first_fisher": "sample"}, **{method: options}))
     if not refused:
         return check_names(config)
-    with pytest.raises(ConfigError, match=rf"'ivt' cannot go with {method} so: .*ivt.first_fisher=batch"):
+    with pytest.raises(
+        ConfigError, match=rf"'ivt' cannot be combined with {method} with these settings: .*ivt.first_fisher=batch"
+    ):
         check_names(config)
 
 
 def test_frozen_statistics_stay_frozen_where_the_fisher_is_measured(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("flyp", "ivt", ivt={"structure": "kernel"}))
     finish(run)
-    stages = run._plan(run.parts.tasks[0])
+    stages = run.parts.plan(run.parts.tasks[0])
     assert [(stage.name, stage.batchnorm) for stage in stages] == [("main", "frozen"), ("ivt-fisher", "frozen")]

@@ -104,7 +104,7 @@ def test_old_rows_are_trained_where_a_loss_reaches_them(
     run = run_on(few, tmp_path, method, **given)
     name = "head.blocks.0.weight"
     assert not torch.equal(snapshot(run, 1)[name], snapshot(run, 0)[name])
-    assert run._plan(run.parts.tasks[1])[0].groups[0].prefixes == ("model", "auxiliary")
+    assert run.parts.plan(run.parts.tasks[1])[0].groups[0].prefixes == ("model", "auxiliary")
 
 
 def test_rows_stay_though_later_tasks_train_them(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,9 @@ def test_the_order_of_add_ons_is_defined_or_refused() -> None:
             or {first, second} == {"cofima", "fisher-merge"}
         )  # fmt: skip
         if refused:
-            with pytest.raises(ConfigError, match=f"add-on '{second}' cannot go with podnet \\+ {first}: .+\\."):
+            with pytest.raises(
+                ConfigError, match=f"add-on '{second}' cannot be combined with podnet \\+ {first}: .+\\."
+            ):
                 check_names(config)
         else:
             check_names(config)
@@ -201,7 +203,7 @@ def test_reasons_name_the_other_add_on() -> None:
 )  # fmt: skip
 def test_several_run_together(addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "podnet", *addons)
-    names = [stage.name for stage in run._plan(run.parts.tasks[1])]
+    names = [stage.name for stage in run.parts.plan(run.parts.tasks[1])]
     own = {"eopc": "eopc-path", "cofima": "cofima-fisher", "fisher-merge": "fisher-merge-fisher", "imm": "imm-fisher"}
     assert names == ["main", "balance", *(own[addon] for addon in addons if addon in own)]
     assert all(math.isfinite(value) for row in run.matrix() for value in row)

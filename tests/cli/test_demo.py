@@ -13,7 +13,6 @@ from rich.console import Console
 
 from incvec.cli.demo import RUNS, first_task_path, run_demo
 from incvec.data import Dataset
-from incvec.engine.run import Run
 from incvec.engine.threads import single_thread_for_small_images
 from tests.conftest import same_record
 
@@ -69,7 +68,7 @@ def test_second_demo_trains_nothing(demo: Demo, monkeypatch: pytest.MonkeyPatch)
     def forbidden(*_: object) -> None:
         raise AssertionError("a stage was trained again")
 
-    monkeypatch.setattr(Run, "_stage", forbidden)
+    monkeypatch.setattr("incvec.engine.run.train_stage", forbidden)
     out, records, _ = demo
     again = run_demo(out, 1, Console(file=io.StringIO(), width=100), SHORT)
     for a, b in zip(records, again, strict=True):

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,11 @@ def test_help_texts_are_wrapped_by_the_terminal() -> None:
         lines = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["run", "--help"]).stdout.splitlines()
         first = next(number for number, line in enumerate(lines) if "Settings that are not given" in line)
         assert columns - 20 < len(lines[first].rstrip()) <= columns
+
+
+def test_former_module_name_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ImportError, match=r"incvec\.lab is now incvec\.study\.geometry"):
+        import_module("incvec.lab")
 
 
 def test_lab_is_an_alias_of_study() -> None:

@@ -117,6 +117,9 @@ def test_run_started_at_its_own_base_is_the_same_run(tmp_path: Path) -> None:
 class Interrupted(Run):
     """A run whose user presses Ctrl-C in the second task."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, save_interval=0)
+
     def events(self) -> Iterator[ev.Event]:
         for event in super().events():
             yield event
@@ -129,7 +132,6 @@ def test_interrupted_run_resumes(finished: Finished, tmp_path: Path, monkeypatch
     mine = [*command[:-1], str(tmp_path / "run"), "--no-share"]
     with monkeypatch.context() as patch:
         patch.setattr(run_command, "Run", Interrupted)
-        patch.setattr(Run, "_save_due", lambda self: True)
         result = invoke(*mine)
     assert result.exit_code == 130
     assert "Interrupted. Run the same command again to resume." in message(result)
@@ -200,7 +202,7 @@ def test_run_names() -> None:
         (["--method", "podnet", "--device", "gpu"], "device 'gpu' is not known"),
         (["--method", "podnet", "--device", "mps"], "device 'mps' is not known"),
         (["--method", "podnet", "--device", "meta"], "device 'meta' is not known"),
-        (["--method", "podnet", "--set", "podnet.lr=1e60"], "a learning rate of 1e+60 (stage 'main' of podnet)"),
+        (["--method", "podnet", "--set", "podnet.lr=1e60"], "the learning rate 1e+60 (stage 'main' of podnet)"),
         (["--method", "podnet", "--tasks", "4"], "cannot be cut into 4 equal tasks"),
         (["--method", "podnet", "--set", "podnet.net=tinny"], "Did you mean 'tiny'?"),
         (["--method", "podnet", "--dataset", "cifar100", "--set", "podnet.net=tinny"], "Did you mean 'tiny'?"),

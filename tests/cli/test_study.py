@@ -152,7 +152,7 @@ def test_damaged_snapshot_must_be_trained_again(runs: FinishedRuns, tmp_path: Pa
         file.write_bytes(damaged)
         message = refused("path", tmp_path / "run")
         assert f"move {tmp_path / 'run'} away, and train it again" in message
-        assert "start anew" not in message
+        assert "start again" not in message
 
 
 def test_draw_refuses_other_files(tmp_path: Path) -> None:

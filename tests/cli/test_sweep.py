@@ -240,11 +240,11 @@ def test_error_of_a_failed_run_is_printed_verbatim(
     """Brackets in the message are not markup. The other runs finish."""
     original = Run.events
 
-    def events(self: Run) -> Iterator[ev.Event]:
+    def events(self: Run, **options: Any) -> Iterator[ev.Event]:
         if self.config.method == "finetune":
             yield ev.Notice("found [/tmp/a]")
             raise TrainingError("no file [/tmp/x] for [red]")
-        yield from original(self)
+        yield from original(self, **options)
 
     monkeypatch.setattr(Run, "events", events)
     file = tmp_path / "mine.yaml"

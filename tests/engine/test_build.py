@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from incvec.data import Dataset
-from incvec.engine.build import code_version, pick_device
+from incvec.engine.build import pick_device
 from incvec.engine.run import finish
 from incvec.errors import ConfigError
 from tests.conftest import make_run, quick, same_weights
@@ -69,25 +69,13 @@ def test_stop_after_is_the_beginning_of_the_whole_stream(
 
 
 def test_a_stream_cannot_stop_after_more_tasks_than_it_has(few: Dataset, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"stop_after=9: the stream has \d tasks. Give one of 1 to \d"):
+    with pytest.raises(ConfigError, match=r"stop_after=9: the stream has \d tasks. Give 1 to \d"):
         finish(make_run(few, tmp_path, quick("finetune", stop_after=9)))
-
-
-def test_the_code_version_is_of_all_that_the_base_tasks_fisher_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    original = Path.read_bytes
-    monkeypatch.setattr(
-        Path, "read_bytes", lambda path: read.append(f"{path.parent.name}/{path.name}") or original(path)
-    )
-    code_version.__wrapped__("finetune")
-    assert {name for name in read if name.startswith("ivt/")} == {"ivt/fisher.py", "ivt/names.py"}
-    assert {"methods/finetune.py", "methods/common.py", "engine/run.py", "nets/heads.py", "data/views.py"} <= set(read)
-    assert not {"methods/podnet.py", "addons/ivt.py"} & set(read)
 
 
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="'cuda:2' was asked for, but the last one here is cuda:1"):
+    with pytest.raises(ConfigError, match="'cuda:2' was requested, but the last one is cuda:1"):
         pick_device("cuda:2")

@@ -79,8 +79,8 @@ def test_memory_of_captured_steps_comes_back(
     share: float, grows: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once there is enough of it (here: always, never); until then every task's captured step leaves its own."""
-    monkeypatch.setattr(trouble, "IDLE", share)
-    trouble.free()
+    monkeypatch.setattr(trouble, "MAX_IDLE_SHARE", share)
+    trouble.release_memory()
     given = quick("finetune", base_classes=2, tasks=4, engine="graph", finetune={"net": "resnet32-pycil", "epochs": 1})
     kept = [
         torch.cuda.memory_reserved()

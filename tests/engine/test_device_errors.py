@@ -17,7 +17,8 @@ from incvec.engine import capture as speed
 from incvec.engine import device_errors as trouble
 from incvec.engine import events as ev
 from incvec.engine import run as run_module
-from incvec.engine.build import Parts
+from incvec.engine import stage as stage_module
+from incvec.engine.build import RunParts
 from incvec.engine.run import Run, finish
 from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.errors import ConfigError, DeviceMemoryError, TrainingError
@@ -36,7 +37,7 @@ def graph_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs take themselves to be on a device that captures, so they try."""
     original = run_module.build
 
-    def build(*arguments: Any) -> Parts:
+    def build(*arguments: Any) -> RunParts:
         parts = original(*arguments)
         parts.engine = "graph"
         return parts
@@ -66,7 +67,7 @@ def test_neither_compiled_nor_captured(few: Dataset, tmp_path: Path, monkeypatch
     record = events[-1].record  # type: ignore[attr-defined]
     assert record["engine"]["notices"] == told
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "compile_and_capture", lambda *_: iter(()))
+        patch.setattr(stage_module, "capture_with_fallback", lambda *_: [])
         same_record(record, finish(make_run(few, tmp_path / "plain", quick("podnet", "ivt"))))
 
 
@@ -76,15 +77,16 @@ def test_our_kernels_are_left_out_where_they_fail(
 ) -> None:
     tries: list[bool] = []
 
-    def capture(loop: Any, live: Any, generators: Any, compiled: bool) -> None:
+    def capture(loop: Any, live: Any, compiled: bool) -> None:
         tries.append(kernels.available())
         if not compiled or len(tries) > 20:
             pytest.fail("not tried without our kernels")  # no Exception, so nobody takes it for the compiler's
         if kernels.available():
             raise RuntimeError("ptxas failed")
 
-    monkeypatch.setattr(kernels, "_enabled", True)
-    monkeypatch.setattr(kernels, "available", lambda: kernels._enabled)
+    enabled = [True]
+    monkeypatch.setattr(kernels, "enable", lambda value: enabled.append(value))
+    monkeypatch.setattr(kernels, "available", lambda: enabled[-1])
     monkeypatch.setattr(speed, "capture_step", capture)
     run = make_run(few, tmp_path / "run", quick("finetune"))
     notices = finish(run)["engine"]["notices"]
@@ -99,7 +101,7 @@ def test_our_kernels_are_left_out_where_they_fail(
 def test_captured_where_it_cannot_be_compiled(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[bool] = []
 
-    def capture(loop: Any, live: Any, generators: Any, compiled: bool) -> None:
+    def capture(loop: Any, live: Any, compiled: bool) -> None:
         tries.append(compiled)
         if compiled:
             raise RuntimeError("no compiler")
@@ -145,9 +147,8 @@ def test_a_capture_without_memory(few: Dataset, tmp_path: Path, monkeypatch: pyt
     assert tries == 6  # twice in each of three tasks: there may be room in the next one
     assert record["engine"]["notices"] == ["stage 'main' could not be compiled and captured: the memory of cpu is full"]
     run = make_run(few, tmp_path / "among", quick("finetune"))
-    run.crowded = lambda: True
     with pytest.raises(DeviceMemoryError, match="memory of cpu is full, in task 1, stage 1 of finetune"):
-        finish(run)
+        list(run.events(others_running=lambda: True))
 
 
 def fail_while(condition: Callable[[PODNet], bool], patch: pytest.MonkeyPatch) -> None:
@@ -209,7 +210,8 @@ def test_a_device_that_broke(few: Dataset, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(PODNet, "loss", broken)
     with pytest.raises(
-        TrainingError, match=r"cpu stopped working, in task 1.*illegal memory access was encountered. N"
+        TrainingError,
+        match=r"cpu stopped working, in task 1.*illegal memory access was encountered. This process cannot",
     ):
         finish(make_run(few, tmp_path / "run", quick("podnet")))
 

@@ -29,10 +29,10 @@ from incvec.atomic_files import read_meta
 from incvec.contracts import Optimizer, Stage
 from incvec.data import Dataset, load_dataset
 from incvec.engine import events as ev
-from incvec.engine.distributed import Ranks, SyncNorm, is_peer_failure, start
+from incvec.engine.distributed import Distributed, SyncNorm, init_distributed, is_peer_failure
 from incvec.engine.evaluate import correct_by_class
+from incvec.engine.loop import StageLoop
 from incvec.engine.run import Run, finish
-from incvec.engine.stage import StageLoop
 from incvec.errors import ConfigError
 from incvec.methods import METHODS
 from incvec.nets.resnet import Norm
@@ -87,15 +87,14 @@ class Broken(Exception):
 def break_off(run: Run, task: int, epoch: int) -> None:
     """Turn the run, saving at every epoch, and drop it as this epoch of a task's main stage would begin."""
     with pytest.MonkeyPatch.context() as patch:
-        original = StageLoop.prepare
+        original = StageLoop.begin_epoch
 
         def prepare(self: StageLoop, now: int, shuffle: torch.Generator) -> None:
             if (self.method.task.index, self.stage.role, now) == (task, "main", epoch):
                 raise Broken
             original(self, now, shuffle)
 
-        patch.setattr(StageLoop, "prepare", prepare)
-        patch.setattr(Run, "_save_due", lambda self: self.ranks.is_main)
+        patch.setattr(StageLoop, "begin_epoch", prepare)
         with pytest.raises(Broken):
             finish(run)
 
@@ -121,20 +120,20 @@ def run_norm(norm: nn.Module, x: Tensor) -> list[Tensor]:
 
 def work(out: Path) -> None:
     torch.set_num_threads(1)
-    ranks = start("auto")
-    told: dict[str, Any] = {"rank": ranks.rank, "size": ranks.size, "writes": []}
+    distributed = init_distributed("auto")
+    told: dict[str, Any] = {"rank": distributed.rank, "writes": []}
     original = files.write_bytes
 
-    def counted(path: Path, content: bytes) -> None:
+    def counted(path: Path, content: bytes, **options: Any) -> None:
         told["writes"].append(str(path))
-        original(path, content)
+        original(path, content, **options)
 
     files.write_bytes = counted
     sys.modules["incvec.engine.run"].write_bytes = counted  # type: ignore[attr-defined]
     data = {"digits": still(load_dataset("digits")), "packed": still_store(out)}
 
-    def make(name: str, given: dict[str, Any], bases: Path | None = None) -> Run:
-        return Run(resolve(given), data[given["dataset"]], out / "two" / name, bases, ranks)
+    def make(name: str, given: dict[str, Any], bases: Path | None = None, save_interval: float | None = None) -> Run:
+        return Run(resolve(given), data[given["dataset"]], out / "two" / name, bases, distributed, save_interval)
 
     told["sources"] = {}
     for name, given in CASES.items():
@@ -145,25 +144,27 @@ def work(out: Path) -> None:
     for name, given in OTHERS.items():
         run = make(name, given)
         correct = finish(run)["correct"]
-        told[f"end of {name}"] = [correct, {key: hashed(tensor) for key, tensor in run._tensors().items()}]
+        told[f"end of {name}"] = [correct, {key: hashed(tensor) for key, tensor in run.state.tensors().items()}]
     told["shared"] = finish(make("shared", CASES["finetune"], out / "bases"))["base"]
     told["shares"] = finish(make("shares", quick("finetune", "ivt", finetune=STILL), out / "bases"))["base"]
-    break_off(make("two then one", CASES["podnet+ivt"], out / "bases"), task=0, epoch=1)
+    break_off(make("two then one", CASES["podnet+ivt"], out / "bases", save_interval=0), task=0, epoch=1)
     told["one then two"] = finish(make("one then two", CASES["podnet+ivt"], out / "bases"))
     told["evaluation"] = evaluate(make("evaluated", CASES["podnet+ivt"]), out)
     norm = Norm(3)
-    ranks.set_norms(norm, True)
+    distributed.set_sync_batchnorm(norm, True)
     assert type(norm) is SyncNorm
-    torch.save(run_norm(norm, norm_case(ranks.rank, ranks.size)[1]), out / f"norm-{ranks.rank}.pt")
+    torch.save(
+        run_norm(norm, norm_case(distributed.rank, distributed.world_size)[1]), out / f"norm-{distributed.rank}.pt"
+    )
     mixed = {
-        "a": torch.tensor([ranks.rank + 1.0]),
-        "b": torch.tensor([[ranks.rank, 7]]),
-        "c": torch.ones(2) > ranks.rank,
+        "a": torch.tensor([distributed.rank + 1.0]),
+        "b": torch.tensor([[distributed.rank, 7]]),
+        "c": torch.ones(2) > distributed.rank,
     }
-    ranks.broadcast(mixed)
+    distributed.broadcast(mixed)
     told["broadcast"] = {name: tensor.tolist() for name, tensor in mixed.items()}
-    (out / f"told-{ranks.rank}.json").write_text(json.dumps(told))
-    ranks.close()
+    (out / f"told-{distributed.rank}.json").write_text(json.dumps(told))
+    distributed.close()
 
 
 def hashed(tensor: Tensor) -> str:
@@ -173,19 +174,19 @@ def hashed(tensor: Tensor) -> str:
 def record_run(told: dict[str, Any], run: Run) -> None:
     """What the rank's generators were seeded with, and the weights it ended with."""
     seeds: list[tuple[int, int]] = []
-    original = StageLoop.prepare
+    original = StageLoop.begin_epoch
 
     def prepare(self: StageLoop, epoch: int, shuffle: torch.Generator) -> None:
         seeds.append((self.views_generator.initial_seed(), shuffle.initial_seed()))
         original(self, epoch, shuffle)
 
-    StageLoop.prepare = prepare  # type: ignore[method-assign]
+    StageLoop.begin_epoch = prepare  # type: ignore[method-assign]
     try:
         told["local"] = finish(run)
     finally:
-        StageLoop.prepare = original  # type: ignore[method-assign]
+        StageLoop.begin_epoch = original  # type: ignore[method-assign]
     told["seeds"] = seeds
-    told["weights"] = {name: hashed(tensor) for name, tensor in run._tensors().items()}
+    told["weights"] = {name: hashed(tensor) for name, tensor in run.state.tensors().items()}
 
 
 def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
@@ -198,7 +199,9 @@ def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
             break
     parts, task = run.parts, run.parts.tasks[1]
     rows = parts.test.rows_of(0, task.n_seen)
-    return [correct_by_class(parts.method, parts.world, parts.test, rows[::2][:n], task, run.ranks) for n in COUNTS]
+    return [
+        correct_by_class(parts.method, parts.world, parts.test, rows[::2][:n], task, run.distributed) for n in COUNTS
+    ]
 
 
 # The comparison ---------------------------------------------------------------------------------------------
@@ -211,11 +214,12 @@ def left(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"digits": still(digits), "packed": still_store(out)}
     for name, given in CASES.items():
         finish(Run(resolve(given), data[given["dataset"]], out / "one" / name))
-    break_off(Run(resolve(CASES["podnet+ivt"]), data["digits"], out / "two" / "one then two"), task=1, epoch=1)
+    half = Run(resolve(CASES["podnet+ivt"]), data["digits"], out / "two" / "one then two", save_interval=0)
+    break_off(half, task=1, epoch=1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
     process = subprocess.Popen(
-        [*torchrun, "-m", "tests.engine.test_ranks", str(out)],
+        [*torchrun, "-m", "tests.engine.test_distributed", str(out)],
         env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -358,7 +362,7 @@ def test_what_the_first_rank_finds_wrong_is_told_by_it_alone(tmp_path: Path) -> 
     odd = two_commands(*common, "--dataset", "digits", "--set", "finetune.batch_size=33")
     assert [status for status, _ in odd] == [1, 1]
     assert "batches of 33" in odd[0][1]
-    assert "divides by 2" in odd[0][1]
+    assert "divisible by 2" in odd[0][1]
     assert missing[1][1] == odd[1][1] == ""
     assert not (tmp_path / "run").exists()
 
@@ -380,9 +384,9 @@ def test_a_rank_that_was_killed_says_nothing_so_the_first_does(tmp_path: Path) -
 
 def test_the_first_rank_speaks_for_all() -> None:
     stages = [Stage("main", "main", epochs=1, batch_size=33, optimizer=Optimizer("sgd"))]
-    with pytest.raises(ConfigError, match=r"batches of 33, which 2 ranks .*divides by 2"):
-        Ranks(0, 2).check(stages)
-    Ranks(1, 2).check(stages)
+    with pytest.raises(ConfigError, match=r"batches of 33, which 2 processes .*divisible by 2"):
+        Distributed(0, 2).check_batch_sizes(stages)
+    Distributed(1, 2).check_batch_sizes(stages)
 
 
 def test_a_closed_connection_is_no_news_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,16 +444,16 @@ def test_the_first_ranks_values_are_broadcast(left: Path) -> None:
 
 
 def test_alone_nothing_is_sent() -> None:
-    alone, tensor = Ranks(), torch.ones(3)
+    alone, tensor = Distributed(), torch.ones(3)
     alone.broadcast({"a": tensor})
-    alone.average_([tensor])
-    alone.wait()
+    alone.mean_([tensor])
+    alone.barrier()
     assert alone.is_main
-    assert alone.agree(True)
+    assert alone.broadcast_bool(True)
     assert not alone.any(False)
     assert torch.equal(alone.sum_(tensor), torch.ones(3))
     assert alone.slice(6) == slice(0, 6)
-    assert [Ranks(rank, 3).slice(6) for rank in range(3)] == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert [Distributed(rank, 3).slice(6) for rank in range(3)] == [slice(0, 2), slice(2, 4), slice(4, 6)]
 
 
 if __name__ == "__main__":

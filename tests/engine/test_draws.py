@@ -15,8 +15,8 @@ import torch
 
 from incvec.data import Dataset
 from incvec.engine import events as ev
+from incvec.engine.loop import StageLoop
 from incvec.engine.run import Run
-from incvec.engine.stage import StageLoop
 from tests.conftest import make_run, quick
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,7 +41,6 @@ def at_stage(run: Run, name: str) -> Iterator[StageLoop]:
     assert (loop.replay is not None) == (run.parts.engine == "graph")
     assert loop.optimizer is not None
     loop.order.copy_(loop.rows.flip(0)[: len(loop.order)])  # exemplars are the last rows, and some losses draw for them
-    loop.rates.zero_()
     for group in loop.optimizer.param_groups:
         group["lr"].zero_()
     yield loop
@@ -53,7 +52,7 @@ def steps(run: Run, loop: StageLoop, fixed: tuple[bool, bool]) -> torch.Tensor:
     found = []
     buffers = {buffer: buffer.clone() for buffer in loop.method.buffers()}
     for number in range(STEPS):
-        for generator, same in zip((loop.views_generator, run.generator), fixed, strict=True):
+        for generator, same in zip((loop.views_generator, loop.world.generator), fixed, strict=True):
             if same or number == 0:
                 generator.manual_seed(7)
         loop.cursor.zero_()

@@ -12,8 +12,8 @@ import torch
 from incvec.addons import ADDONS
 from incvec.data import Dataset
 from incvec.engine.capture import restored
+from incvec.engine.loop import StageLoop
 from incvec.engine.run import finish
-from incvec.engine.stage import StageLoop
 from incvec.methods import METHODS, find_method
 from tests.conftest import make_run, quick
 from tests.hot_path import NoReading

@@ -15,23 +15,16 @@ from typing import Any
 import pytest
 
 from incvec.data import Dataset
-from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
 from incvec.errors import CheckpointError
 from incvec.methods import METHODS, find_method
 from incvec.presets import resolve
-from tests.conftest import make_run, quick, same_record, same_weights
+from tests.conftest import always_saving_run, make_run, quick, same_record, same_weights
 
 
 class Broken(Exception):
     pass
-
-
-@pytest.fixture
-def save_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save at every epoch, so that every position is resumed from."""
-    monkeypatch.setattr(Run, "_save_due", lambda self: True)
 
 
 def break_after(run: Run, count: int) -> bool:
@@ -44,7 +37,6 @@ def break_after(run: Run, count: int) -> bool:
     return True
 
 
-@pytest.mark.usefixtures("save_always")
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
 def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
@@ -56,7 +48,7 @@ def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Da
     record = finish(whole)
     out = tmp_path / "broken"
     breaks = 0
-    while not break_after(make_run(few, out, given), 2 + breaks % 3):
+    while not break_after(always_saving_run(few, out, given), 2 + breaks % 3):
         breaks += 1
         assert breaks < 200
     assert breaks > (5 if kind.trains else 1)  # without stages there is little to break off
@@ -107,8 +99,7 @@ torch.set_num_threads(1)
 from incvec.data import load_dataset
 from incvec.engine.run import Run, finish
 from incvec.presets import resolve
-Run._save_due = lambda self: True
-finish(Run(resolve({given!r}), load_dataset("digits"), Path({out!r})))
+finish(Run(resolve({given!r}), load_dataset("digits"), Path({out!r}), save_interval=0))
 """
 
 
@@ -163,7 +154,7 @@ def test_killed_at_random_moments(tmp_path: Path, digits: Dataset) -> None:
 WOUNDS = """
 import os, signal
 import incvec.methods.common as common
-from incvec.engine import files, stage
+from incvec.engine import loop as stage
 from incvec.methods.podnet import PODNet
 visits = 0
 def die(*about):
@@ -236,11 +227,10 @@ def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monk
     real = os.replace
     out = tmp_path / "broken"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "SAVING_SHARE", 0)
-        patch.setattr("incvec.engine.files.os.replace", torn)
+        patch.setattr("incvec.atomic_files.os.replace", torn)
         for _ in range(40):
             try:
-                again = finish(make_run(few, out, given))
+                again = finish(always_saving_run(few, out, given))
                 break
             except Broken:
                 continue
@@ -249,14 +239,15 @@ def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monk
     same_record(again, record)
 
 
-@pytest.mark.usefixtures("save_always")
 @pytest.mark.parametrize("done", [True, False])
 def test_other_images_are_refused(done: bool, few: Dataset, tmp_path: Path) -> None:
     """In a folder whose run is done, and in one whose run was broken off."""
-    run = make_run(few, tmp_path, quick("finetune"))
+    run = always_saving_run(few, tmp_path, quick("finetune"))
     assert break_after(run, 1000 if done else 8) is done
     assert run.record_path.exists() is done
     assert run.checkpoint_path.exists() is not done
     other = replace(few, fingerprint="seven digits")
-    with pytest.raises(CheckpointError, match=r"begins with few digi\) than are given \(seven di\)\. .*another --out"):
+    with pytest.raises(
+        CheckpointError, match=r"fingerprint few digi\) than the ones given \(seven di\)\. .*another --out"
+    ):
         finish(make_run(other, tmp_path, quick("finetune")))

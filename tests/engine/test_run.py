@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 
 from incvec.addons.ivt import IVTAddOn
-from incvec.contracts import Schedule, Stage, Task
 from incvec.data import Dataset, source
 from incvec.engine import evaluate
-from incvec.engine.losses import History, read_terms
+from incvec.engine.losses import LossHistory, mean_terms
 from incvec.methods.finetune import Finetune
 from tests.addons.tools import record_batches, run_on, watch
 
@@ -54,8 +52,8 @@ def test_every_epoch_has_an_order_of_its_own(few: Dataset, tmp_path: Path, monke
 
 
 def test_a_logged_term_is_the_mean_over_the_epochs_steps() -> None:
-    history = History(0, torch.tensor([[1.0, 2.0], [3.0, 6.0]]), None)
-    assert read_terms(history, ["a", "b"], "", str) == {"a": 2.0, "b": 4.0}
+    history = LossHistory(0, torch.tensor([[1.0, 2.0], [3.0, 6.0]]), None)
+    assert mean_terms(history, ["a", "b"], "", str) == {"a": 2.0, "b": 4.0}
 
 
 def test_the_padding_of_the_last_chunk_counts_for_nothing(
@@ -69,17 +67,3 @@ def test_the_padding_of_the_last_chunk_counts_for_nothing(
     for chunk in range(2, 12):
         monkeypatch.setattr(source, "CHUNK", chunk)
         assert evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task) == whole
-
-
-def test_a_schedule_by_step_has_a_rate_for_each(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule, plan, rates = Schedule("cosine", by="step"), Finetune.stages, list[float]()
-
-    def finely(method: Finetune, task: Task) -> list[Stage]:
-        return [replace(stage, schedule=schedule) for stage in plan(method, task)]
-
-    monkeypatch.setattr(Finetune, "stages", finely)
-    watch(monkeypatch, torch.optim.SGD, "step", before=lambda own, *_: rates.append(float(own.param_groups[0]["lr"])))
-    run_on(few, tmp_path, "finetune", finetune={"epochs": 2, "lr": 0.5}, tasks=1, stop_after=1)
-    wanted = 0.5 * schedule.factors(2, len(rates) // 2)
-    assert len(set(rates)) == 4
-    assert rates == pytest.approx(wanted.tolist())

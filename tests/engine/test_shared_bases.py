@@ -13,13 +13,13 @@ from incvec.contracts import Batch, Terms
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine import run as run_module
-from incvec.engine.run import Run, finish
+from incvec.engine.run import finish
 from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.engine.sweep import expand, read_sweep
 from incvec.errors import Busy, CheckpointError, ConfigError, TrainingError
 from incvec.methods.podnet import PODNet
 from incvec.presets import changed_settings
-from tests.conftest import make_run, quick, same_record, same_weights
+from tests.conftest import always_saving_run, make_run, quick, same_record, same_weights
 
 
 def test_a_shared_base_is_trained_once_and_changes_no_bit(
@@ -63,11 +63,10 @@ def test_another_seed_or_setting_has_another_base(few: Dataset, tmp_path: Path) 
     assert len(list((tmp_path / "bases").glob("*.safetensors"))) == 3
 
 
-def test_a_base_published_meanwhile(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_published_meanwhile(few: Dataset, tmp_path: Path) -> None:
     """Broken off inside the base, while another run finishes that base: it goes on with its own."""
-    monkeypatch.setattr(Run, "_save_due", lambda self: True)
     given, bases = quick("podnet"), tmp_path / "bases"
-    first = make_run(few, tmp_path / "first", given, bases)
+    first = always_saving_run(few, tmp_path / "first", given, bases)
     events = first.events()
     for _ in events:
         if first.checkpoint_path.exists():
@@ -135,8 +134,8 @@ def test_beginning_at_a_snapshot_in_ones_own_folder(few: Dataset, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"order_seed": 5}, "its classes so far"),
-        ({"addons": ["ivt"]}, "had no add-on ivt"),
+        ({"order_seed": 5}, "its classes so far, or their images, differ"),
+        ({"addons": ["ivt"]}, "did not use the add-on ivt"),
         ({"podnet": {"net": "small"}}, "podnet with small"),
         ({"stop_after": 1}, "it is of task 2, this run ends after task 1"),
         ({"stop_after": 2}, "it is of task 2, this run ends after task 2, so nothing is left to train"),
@@ -169,7 +168,7 @@ def test_a_snapshot_is_no_checkpoint(few: Dataset, tmp_path: Path) -> None:
     finish(run)
     run.record_path.unlink()
     run.checkpoint_path.write_bytes(run.snapshot_path(1).read_bytes())
-    with pytest.raises(CheckpointError, match="is no checkpoint but a snapshot; move it away"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint but a snapshot; move it away"):
         finish(make_run(few, tmp_path / "run", quick("finetune")))
 
 
@@ -177,7 +176,7 @@ def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:
     first = make_run(few, tmp_path / "run", quick("finetune"))
     events = first.events()
     next(events)
-    with pytest.raises(CheckpointError, match="another process is at work"):
+    with pytest.raises(CheckpointError, match="another process is working"):
         finish(make_run(few, tmp_path / "run", quick("finetune")))
     events.close()
     finish(make_run(few, tmp_path / "run", quick("finetune")))
@@ -186,8 +185,7 @@ def test_two_runs_in_one_folder(few: Dataset, tmp_path: Path) -> None:
 def test_a_folder_is_looked_at_before_the_device_is_filled(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Run, "_save_due", lambda self: True)
-    first = make_run(few, tmp_path / "run", quick("finetune"))
+    first = always_saving_run(few, tmp_path / "run", quick("finetune"))
     events = first.events()
     for _ in events:
         if first.checkpoint_path.exists():
@@ -198,7 +196,7 @@ def test_a_folder_is_looked_at_before_the_device_is_filled(
 
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "build", build)
-        with pytest.raises(CheckpointError, match="another process is at work"):
+        with pytest.raises(CheckpointError, match="another process is working"):
             finish(make_run(few, tmp_path / "run", quick("finetune")))
         events.close()
         with pytest.raises(CheckpointError, match=r"another configuration \(seed: 0 -> 1\)"):
@@ -268,20 +266,17 @@ def test_two_processes_share_the_runs_of_one_base(few: Dataset, tmp_path: Path) 
         same_record(finish(make[number]()), finish(make_run(few, tmp_path / f"alone{number}", given)))
 
 
-def test_begun_elsewhere_while_it_waited_for_its_base(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_begun_elsewhere_while_it_waited_for_its_base(few: Dataset, tmp_path: Path) -> None:
     """Another process took a waiting run, and was stopped: this one goes on from there."""
-    monkeypatch.setattr(Run, "_save_due", lambda self: True)
     given, bases = quick("podnet"), tmp_path / "bases"
-    trains = make_run(few, tmp_path / "trains", given, bases).events()
-    waits = make_run(few, tmp_path / "run", given, bases)
+    trains = always_saving_run(few, tmp_path / "trains", given, bases).events()
+    waits = always_saving_run(few, tmp_path / "run", given, bases)
     events = waits.events()
     while not isinstance(next(trains), ev.EpochEnded):
         pass
     while not (isinstance(event := next(events), ev.Tick) and event.blocked):
         pass
-    other = make_run(few, tmp_path / "run", given, tmp_path / "others")
+    other = always_saving_run(few, tmp_path / "run", given, tmp_path / "others")
     broken = other.events()
     while not isinstance(next(broken), ev.TaskEnded):
         pass
@@ -290,7 +285,7 @@ def test_begun_elsewhere_while_it_waited_for_its_base(
     rest = list(events)
     assert all(event.task > 0 for event in rest if isinstance(event, ev.EpochEnded))
     assert isinstance(rest[-1], ev.Finished)
-    same_record(rest[-1].record, finish(make_run(few, tmp_path / "alone", given)))
+    same_record(rest[-1].record, finish(always_saving_run(few, tmp_path / "alone", given)))
 
 
 def test_a_run_of_another_process_is_asked_for_once_more(few: Dataset, tmp_path: Path) -> None:
@@ -359,5 +354,5 @@ def test_a_loss_that_does_not_reach_the_network(few: Dataset, tmp_path: Path, mo
         return {"ce": self.model.head(features).square().mean()} if self.task.index else original(self, batch)
 
     monkeypatch.setattr(Finetune, "loss", cut)
-    with pytest.raises(TrainingError, match="reaches none of them"):
+    with pytest.raises(TrainingError, match="depends on none of them"):
         finish(make_run(few, tmp_path / "run", quick("finetune")))

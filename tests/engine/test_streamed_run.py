@@ -69,7 +69,7 @@ def test_a_network_for_larger_images_is_told_of(store: Path, large: Path, tmp_pa
     given = quick("finetune", finetune={"batch_size": 8, "epochs": 1, "net": "resnet18"}, stop_after=1)
     notices = finish(run(store, tmp_path / "small", "resident", given))["engine"]["notices"]
     assert notices == [
-        "of images of 12 x 12 the last maps of resnet18 are 1 x 1; resnet18-cifar is for smaller images "
+        "for images of 12 x 12 the last feature maps of resnet18 are 1 x 1; resnet18-cifar is made for smaller images "
         "(--set finetune.net=resnet18-cifar)"
     ]
     notices = finish(run(large, tmp_path / "large", "resident", {**given, "tasks": 1}))["engine"]["notices"]

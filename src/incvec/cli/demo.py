@@ -98,6 +98,7 @@ def draw(records: Sequence[Mapping[str, Any]], paths: Mapping[str, Sequence[floa
         plot_run(right, positions(len(curve)), curve, style.run_style(name), markevery=[len(curve) - 1])
     right.plot(0, next(iter(paths.values()))[0], color="black", marker="o", markersize=6)
     right.set_ylim(min(80, *(min(curve) - 2 for curve in paths.values())), 101.5)
+    right.locator_params(axis="y", integer=True)
     right.set_xticks([0, 0.25, 0.5, 0.75, 1], ["first\nmodel", "¼", "½", "¾", "last\nmodel"])
     style_axes(right, "Accuracy on the first task's classes, %", "position on the straight line between the models")
     legend_below(figure, left)

@@ -16,13 +16,14 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from incvec.cli.common import say
 from incvec.engine import events as ev
 from incvec.engine.scheduler import Failed
 from incvec.errors import Busy, IncvecError
-from incvec.study.tables import Column, Table, duration
+from incvec.study.tables import duration
 
 IDLE_SLEEP = 0.001  # seconds to sleep when a run has nothing to do
 EPOCH_INTERVAL = 5.0  # seconds between two lines about epochs, without a terminal
@@ -220,11 +221,15 @@ class RunStatus:
 
 
 def status_table(runs: Sequence[RunStatus], title: str) -> Table:
-    rows = []
+    """A table whose columns all fold, so that it fits a narrow terminal while it is updated."""
+    table = Table(title=Text(title), title_justify="left")
+    for column in ("run", "state", "stage", "done", "left", "accuracy"):
+        table.add_column(column, overflow="fold")
     for run in runs:
         left = "" if run.seconds_left is None else duration(run.seconds_left)
-        rows.append([run.name, run.state, run.stage, f"{100 * run.fraction:.0f} %", left, run.accuracy])
-    return Table(["run", "state", "stage", Column("done"), Column("left"), "accuracy"], rows, title)
+        cells = (run.name, run.state, run.stage, f"{100 * run.fraction:.0f} %", left, run.accuracy)
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def follow_sweep(
@@ -249,14 +254,14 @@ def follow_sweep(
                 continue
             last = now
             if live:
-                live.update(status_table(runs, title).rich())
+                live.update(status_table(runs, title))
             else:
                 active = [f"{r.name} {r.stage} {100 * r.fraction:.0f} %" for r in runs if r.state == "training"]
                 finished = sum(r.state == "finished" for r in runs)
                 say(f"{finished}/{len(runs)} finished; " + "; ".join(active), console=console)
     finally:
         if live:
-            live.update(status_table(runs, title).rich())
+            live.update(status_table(runs, title))
             live.stop()
-    console.print(status_table(runs, title).rich() if not live else "")
+    console.print(status_table(runs, title) if not live else "")
     return runs

@@ -20,7 +20,7 @@ from incvec.data import load_dataset
 from incvec.data.store.open import is_store
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.checkpoint import check_finished
-from incvec.engine.distributed import is_main_process, start
+from incvec.engine.distributed import init_distributed, is_main_process
 from incvec.engine.events import Event
 from incvec.engine.run import Run
 from incvec.engine.sweep import Loader
@@ -209,19 +209,19 @@ def train(
     console: Console,
 ) -> dict[str, Any]:
     """Train or resume a run, with its progress on the console; returns its record."""
-    ranks = start(config.device)
-    pick_device(config.device, ranks.local)
+    distributed = init_distributed(config.device)
+    pick_device(config.device, distributed.local_rank)
     check_names(config)
     if log:
         tensorboard.summary_writer()  # a missing package is reported before data is read
-    with ranks.first_goes_first():
+    with distributed.main_process_first():
         data = load_dataset(config.dataset, data_root, download, **config.data_options())
     with single_thread_for_small_images(data):
-        events: Iterator[Event] = Run(config, data, folder, bases, ranks).events()
+        events: Iterator[Event] = Run(config, data, folder, bases, distributed).events()
         if log and is_main_process():
             events = tensorboard.log_events(events, folder / "tensorboard")
         record = follow(events, console)
-    ranks.close()
+    distributed.close()
     return record
 
 

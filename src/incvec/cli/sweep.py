@@ -20,7 +20,7 @@ from incvec.cli.progress import follow_sweep
 from incvec.config import RunConfig, assign
 from incvec.data import Dataset, load_dataset
 from incvec.engine.build import check_names, pick_device
-from incvec.engine.device_errors import explained
+from incvec.engine.device_errors import translate_device_errors
 from incvec.engine.distributed import is_distributed
 from incvec.engine.run import Run, finish
 from incvec.engine.scheduler import run_concurrently
@@ -226,7 +226,8 @@ def load_data(planned: Plan, data_root: Path | None, device: torch.device) -> di
     for _, config in planned:
         if data_key(config) not in data:
             loaded = load_dataset(config.dataset, data_root, **config.data_options())
-            with explained(device, f"while loading the images of {config.dataset}", "Another device may help."):
+            activity = f"while the images of {config.dataset} were copied to it"
+            with translate_device_errors(device, activity, "Another device may help."):
                 data[data_key(config)] = replace(
                     loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
                 )

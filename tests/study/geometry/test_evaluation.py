@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data import Dataset
-from incvec.engine.build import build
-from incvec.engine.restore import grow
+from incvec.engine.build import build, grow
 from incvec.engine.run import finish
 from incvec.nets.heads import ProxyHead
 from incvec.presets import resolve

@@ -16,8 +16,8 @@ from incvec.config import RunConfig, upgrade_settings
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.data.source import chunk
-from incvec.engine.build import Parts, build, pick_device
-from incvec.engine.restore import Namespaces, grow, restore
+from incvec.engine.build import RunParts, build, grow, pick_device
+from incvec.engine.checkpoint import Namespaces, restore
 from incvec.errors import CheckpointError, ConfigError, DataError
 from incvec.methods import find_method
 from incvec.presets import resolve
@@ -32,7 +32,7 @@ class Snapshot:
     """A method with the values it had after a task, and what is needed to evaluate it."""
 
     config: RunConfig
-    parts: Parts
+    parts: RunParts
     task: Task  # the last one that its structure has grown for
     saved: Namespaces = field(default_factory=dict)  # the tensors of the file, those of add-ons included
 
