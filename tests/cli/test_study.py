@@ -204,7 +204,7 @@ def test_errors_are_one_message(runs: FinishedRuns, tmp_path: Path) -> None:
 def test_unavailable_devices(runs: FinishedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "device 'foo' is not known; expected auto, cpu" in refused("path", runs.plain, "--device", "foo")
-    assert "sees no CUDA device here" in refused("path", runs.plain, "--device", "cuda")
+    assert "finds no CUDA device" in refused("path", runs.plain, "--device", "cuda")
 
 
 def test_paths_that_are_not_run_folders(runs: FinishedRuns) -> None:
