@@ -16,8 +16,7 @@ from incvec.cli import main as cli
 from incvec.errors import ConfigError, DataError
 from incvec.presets import changed_settings
 from incvec.records import find_records
-from incvec.study import charts, contents, document, figures, labs, reproduced, sheet
-from incvec.study import looks as style
+from incvec.study import charts, contents, document, figures, labs, reproduced, sheet, style
 from incvec.study.compare import Comparison
 from incvec.study.groups import Entry, group, load, panels
 from tests.study.samples import sample, study, walk, write
@@ -276,7 +275,7 @@ def test_a_sweep_of_the_interval_has_the_host_and_the_transform_at_the_end() -> 
     ]
     (switches,) = charts.switch_charts(group(entries_of(records)))
     assert [bar.label for bar in switches.bars] == ["ivt.stages=[main, balance]"]  # the interval is not told twice
-    figures.draw(chart)
+    figures.draw_chart(chart)
 
 
 def test_switches_are_differences_from_the_preset() -> None:
@@ -305,7 +304,7 @@ def test_long_labels_leave_the_bars_their_room() -> None:
     start = "PODNet + fisher-merge (start=/a/long/way/runs-of-mine/cifar100-podnet-5-s0/snapshots/task-00.safetensors)"
     bars = [charts.Bar("podnet", label, value, None, 1) for label, value in ((start, -1.25), ("PODNet", 2.0))]
     chart = charts.Bars("slug", "Title", "LA", tuple(bars), "points", signed=True)
-    figure = figures.draw(chart)
+    figure = figures.draw_chart(chart)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     assert axes.get_position().width > 0.5
@@ -416,8 +415,8 @@ def test_every_latex_row_has_all_columns(made: Path) -> None:
 def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     found = entries_of({"a": sample()})
     chart = charts.accuracy_chart(panels(group(found))[0])
-    first = [file.read_bytes() for file in figures.write(chart, tmp_path)]
-    assert first == [file.read_bytes() for file in figures.write(chart, tmp_path)]
+    first = [file.read_bytes() for file in figures.write_chart(chart, tmp_path)]
+    assert first == [file.read_bytes() for file in figures.write_chart(chart, tmp_path)]
     assert document.page(document.sections(found), found) == document.page(document.sections(found), found)
 
 
@@ -557,7 +556,7 @@ def test_a_folder_with_brackets_is_told_as_it_is(tmp_path: Path) -> None:
 
 def test_colors_stand_out_from_a_dark_ground() -> None:
     for color in style.palette():
-        ratio = style.contrast(style.channels(style.dark(color)), style.channels(style.DARK_GROUND))
+        ratio = style.contrast(style.channels(style.dark(color)), style.channels(style.DARK_BACKGROUND))
         assert ratio >= style.CONTRAST
     assert style.contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
     assert style.dark("#FFFFFF") == "#FFFFFF"

@@ -9,7 +9,7 @@ from typing import Any
 
 from incvec.config import RunConfig
 from incvec.presets import resolve
-from incvec.study import looks as style
+from incvec.study import style
 from incvec.study.compare import (
     METRICS,
     Comparison,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from incvec.records import title
-from incvec.study import looks as style
+from incvec.study import style
 from incvec.study.compare import METRICS, Comparison, compare_gains, is_standard, paper_rows, settings_text
 from incvec.study.groups import Entry, Group, Panel, Stream, host_text
 
@@ -309,5 +309,5 @@ def sweep_values(sweep: Sweep, each: Group, metric: str) -> list[float]:
 
 def look(name: str) -> dict[str, Any]:
     """What the page's script needs to draw a name."""
-    own = style.look(name)
-    return {"color": own.color, "marker": own.marker, "dashes": list(own.dashes), "hollow": style.hollow(name)}
+    run = style.run_style(name)
+    return {"color": run.color, "marker": run.marker, "dashes": list(run.dashes), "hollow": run.hollow}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from incvec.presets import changed_settings
-from incvec.study import looks as style
+from incvec.study import style
 from incvec.study.compare import METRICS, TASKS, Comparison, compare, compare_gains, paper, settings_text, yaml_value
 from incvec.study.groups import Entry, Group
 from incvec.study.pretrained import starts_pretrained

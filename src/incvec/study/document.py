@@ -12,8 +12,7 @@ from typing import Any
 
 import incvec
 from incvec.errors import check_out
-from incvec.study import ablations, charts, compare, contents, figures, labs, pretrained, reproduced, sheet
-from incvec.study import looks as style
+from incvec.study import ablations, charts, compare, contents, figures, labs, pretrained, reproduced, sheet, style
 from incvec.study.charts import Chart, Heat
 from incvec.study.groups import Entry, Group, group, panels
 from incvec.study.sheet import Sheet
@@ -192,7 +191,7 @@ def write(entries: Sequence[Entry], out: Path, findings: Sequence[labs.Finding] 
         yield out / name
     for part in parts:
         for chart in part.charts:
-            yield from figures.write(chart, out / "figures")
+            yield from figures.write_chart(chart, out / "figures")
         for finding in part.pictures:
             for ending, content in finding.pictures.items():
                 file = out / "figures" / f"{finding.slug}-picture{ending}"

@@ -20,7 +20,7 @@ from incvec.methods import find_method
 from incvec.metrics import summarize
 from incvec.presets import changed_settings
 from incvec.records import REQUIRED, read_record, title
-from incvec.study import looks as style
+from incvec.study import style
 from incvec.study.compare import METRICS, settings_text, yaml_value
 
 TOLERANCE = 1e-6  # between a record's summaries and those of its matrix

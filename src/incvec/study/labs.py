@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from incvec.errors import DataError
-from incvec.study import looks as style
+from incvec.study import style
 from incvec.study.charts import Line, Lines
-from incvec.study.geometry.drawing import findings, read, redraw
+from incvec.study.figures import find_figures, read_figure, redraw
 from incvec.study.sheet import Column, Row, Sheet, number, word
 
 KINDS = {
@@ -52,7 +52,7 @@ class Finding:
 
 def find(paths: Sequence[Path]) -> list[Finding]:
     """Every file that a lab command left at or below the folders."""
-    found = [(file, read(file)) for file in findings([path for path in paths if path.is_dir()])]
+    found = [(file, read_figure(file)) for file in find_figures([path for path in paths if path.is_dir()])]
     made = [Finding(file, data) for file, data in found if data is not None]
     ordered = sorted(made, key=lambda finding: (finding.file.parent, list(KINDS).index(finding.data["kind"])))
     return numbered(ordered)

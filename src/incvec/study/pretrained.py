@@ -12,7 +12,7 @@ from typing import Any
 
 from incvec.methods import find_method
 from incvec.presets import changed_settings
-from incvec.study import looks as style
+from incvec.study import style
 from incvec.study.compare import Comparison, known, made_from, minus, paper_file, row_name, spread
 from incvec.study.sheet import Cell, Column, Row, Sheet, number, word
 from incvec.study.sheet import spread as sheet_spread

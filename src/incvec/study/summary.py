@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from incvec.records import find_records, read_record
-from incvec.study import looks as style
+from incvec.study import style
 from incvec.study.compare import TASKS, Comparison, compare, paper
-from incvec.study.geometry.drawing import findings, read
+from incvec.study.figures import find_figures, read_figure
 from incvec.study.labs import run_name
 from incvec.study.tables import duration
 
@@ -66,7 +66,7 @@ def spent(records: Sequence[Mapping[str, Any]]) -> str:
 
 def picture(folder: Path) -> str:
     """The path where there is one, else the oracle gap, with its numbers in words."""
-    there = {file: read(file) or {} for file in (findings([folder]) if folder.is_dir() else [])}
+    there = {file: read_figure(file) or {} for file in (find_figures([folder]) if folder.is_dir() else [])}
     for kind in ("path", "gap"):
         for file, found in sorted(there.items(), key=lambda item: item[1].get("batchnorm") == "recalibrate"):
             drawn = file.with_suffix(".png")
