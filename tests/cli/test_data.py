@@ -188,7 +188,7 @@ def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> N
     assert refused.exit_code == 1
     told = " ".join(refused.stderr.split())
     given, expected = (open_store(store).fingerprint[:8] for store in reversed(stores))
-    assert f"other images of packed (their fingerprint begins with {expected}) than are given ({given})" in told
+    assert f"other images of packed (fingerprint {expected}) than the ones given ({given})" in told
     assert "choose another --out" in told
 
 

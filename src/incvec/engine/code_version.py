@@ -41,6 +41,7 @@ BASE_FILES = (
     "nets/model.py",
     "nets/resnet.py",
     "nets/kernels/__init__.py",
+    "nets/kernels/blocks.py",
     "nets/kernels/conv.py",
     "nets/kernels/launch.py",
     "ivt/fisher.py",
@@ -75,6 +76,7 @@ OTHER_FILES = (
     "ivt/state.py",
     "ivt/transform.py",
     "nets/__init__.py",
+    "nets/batchnorm.py",
     "data/__init__.py",
     "data/aircraft.py",
     "data/cifar.py",
@@ -102,6 +104,7 @@ OTHER_FILES = (
     "engine/record.py",
     "engine/run.py",
     "engine/shared_bases.py",
+    "engine/threads.py",
 )
 
 
