@@ -42,8 +42,8 @@ class Teleports:
 
         def before(plugin: IVT, leave: tuple[str, ...], towards: Any = None) -> None:
             kept = {"anchor": plugin.anchor, "past": plugin.cumulative, "fisher": plugin.fisher}
-            copies = {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in kept.items()}
-            self.rows.append({"before": state_of(plugin._model), "where": where[0], **copies})
+            copy_weights = {key: {n: t.clone() for n, t in tensors.items()} for key, tensors in kept.items()}
+            self.rows.append({"before": state_of(plugin._model), "where": where[0], **copy_weights})
             self.epochs.append(where[0])
 
         def after(plugin: IVT, leave: tuple[str, ...], towards: Any = None) -> None:
@@ -199,7 +199,7 @@ def test_a_single_teleport_at_the_end_cannot_be_left_out() -> None:
 
 def test_blocks_do_not_go_with_interpolated_statistics() -> None:
     config = resolve(quick("pass", "ivt", ivt={"structure": "kernel", "batchnorm": "interpolate"}))
-    with pytest.raises(ConfigError, match=r"do not fit.*ivt\.batchnorm=recalibrate"):
+    with pytest.raises(ConfigError, match=r"has blocks instead of S.*ivt\.batchnorm=recalibrate"):
         check_names(config)
 
 
@@ -474,7 +474,7 @@ def test_filters_that_have_vanished(
 
     def vanish(addon: IVTAddOn, task: Task, stage: Stage, epoch: int, optimizer: Any) -> None:
         sizes.append([])
-        if addon._teleports(task, stage, epoch):
+        if addon.teleports(task, stage, epoch):
             before = largest(addon)
             with torch.no_grad():
                 addon.method.model.backbone.stages[0][0].conv1.weight[::2] = 0
@@ -524,7 +524,7 @@ def test_a_model_without_batchnorm_has_no_maps(choice: str, few: Dataset, tmp_pa
     """It is teleported as with any other choice, and no batch is looked at for it."""
     looks: list[int] = []
     watch(monkeypatch, stage_loop.StageLoop, "probe", before=lambda loop, batches: looks.append(batches))
-    monkeypatch.setattr(IVTAddOn, "_norms", lambda self: {})  # all networks that are small enough have some
+    monkeypatch.setattr("incvec.addons.ivt.batchnorm_layers", lambda model: {})  # all small networks have some
     keep, maps = (run_on(few, tmp_path / name, "finetune", "ivt", ivt={"batchnorm": name}) for name in ("keep", choice))
     same(snapshot(keep, 2), snapshot(maps, 2))
     assert looks == []
