@@ -5,8 +5,8 @@
 
 PODNet with ResNet-32 on random images, as many as CIFAR-100 has test images. The path ends after the last of five
 increments, with 10,000 images per point. The plane is that of the second task, the default of `incvec study plane`,
-with 6,000 images per point, and that of the last one. Warm-up and capture are included. Then the path again, with the
-other backends.
+with 6,000 images per point, and that of the last one. Warm-up and capture are included. Then the path again, without a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ def main() -> None:
         ("plane", second, grid, "auto"),
         ("plane", last, grid, "auto"),
         ("path", last, line, "loop"),
-        ("path", last, line, "vmap"),
     ]
     rows = []
     for kind, snapshot, weights, backend in cases:

@@ -20,6 +20,7 @@ from rich.console import Console
 from incvec.cli.common import DataRoot, say
 from incvec.config import digest
 from incvec.data import Dataset, load_dataset
+from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError, check_out
 from incvec.records import read_record, readable
 from incvec.study.figures import find_figures, redraw, write_figure
@@ -77,19 +78,21 @@ class CommonOptions:
     name: Name = None
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the run's")] = None
     backend: Annotated[
-        Backend, typer.Option("--backend", "--way", help="Points per launch: one (graph, loop) or many (vmap).")
+        Backend, typer.Option("--backend", "--way", help="One CUDA graph per point, or an eager loop.")
     ] = "auto"
 
     def evaluation(self, points: int, start: Start = "own") -> EvaluationOptions:
         return EvaluationOptions(points, self.images, self.batchnorm, start, self.backend, self.device)
 
-    def dataset(self, run: Path) -> Dataset:
-        """The data set a run was trained on."""
+    @contextmanager
+    def evaluating(self, run: Path) -> Iterator[tuple[Dataset, Progress]]:
+        """The data set that a run was trained on, and a function that shows the number of points done."""
         config = run_config(run)
         data = load_dataset(config.dataset, self.data_root, **config.data_options())
         if data.fingerprint != run_metadata(run)["fingerprint"]:
             raise DataError(f"{run} was trained on other images than those of {config.dataset} in {self.data_root}.")
-        return data
+        with single_thread_for_small_images(data), Console().status("") as status:
+            yield data, lambda name, done, total: status.update(f"{name}: {done} of {total} points")
 
     def write(self, data: dict[str, Any]) -> None:
         write_and_print(data, self.out / (self.name or data["kind"]))
@@ -174,10 +177,9 @@ def plane(
     The oracle is projected onto the plane. From the third task on, each run has started the task at its own model;
     runs with --set start=SNAPSHOT share one.
     """
-    data = common.dataset(run)
-    with progress_status() as progress:
-        found = run_plane(run, ivt, oracle, data, task - 1, size, common.evaluation(2, start), margin, progress)
-    common.write(found)
+    with common.evaluating(run) as (data, progress):
+        figure = run_plane(run, ivt, oracle, data, task - 1, size, common.evaluation(2, start), margin, progress)
+    common.write(figure)
 
 
 @app.command(epilog="[bold]Example[/bold]\n\nincvec study gap runs -o figures")
@@ -202,10 +204,9 @@ def gap(
 @with_common_options
 def curvature(run: OneRun, common: CommonOptions, points: PointCount = 11) -> None:
     """IVT's Fisher by task and layer group, and the forgetting it predicts against the measured one."""
-    data = common.dataset(run)
-    with progress_status() as progress:
-        found = run_curvature(run, data, common.evaluation(points), progress)
-    common.write(found)
+    with common.evaluating(run) as (data, progress):
+        figure = run_curvature(run, data, common.evaluation(points), progress)
+    common.write(figure)
 
 
 @app.command("all", epilog=f"[bold]Example[/bold]\n\nincvec study all {DIGITS_ORACLE} --size 21")
@@ -282,16 +283,9 @@ def paths(
         if "ivt" not in run_config(ivt).addons:
             raise DataError(f"{ivt} was trained without the add-on ivt. Run first:\n  {command}")
         everyone.append(ivt)
-    data, options = common.dataset(everyone[0]), common.evaluation(points, start)
-    with progress_status() as progress:
+    options = common.evaluation(points, start)
+    with common.evaluating(everyone[0]) as (data, progress):
         return [run_paths(everyone, oracle, data, task_from, end, options, progress) for end in ends]
-
-
-@contextmanager
-def progress_status() -> Iterator[Progress]:
-    """Shows the number of points done on the terminal."""
-    with Console().status("") as status:
-        yield lambda name, done, total: status.update(f"{name}: {done} of {total} points")
 
 
 def write_and_print(data: dict[str, Any], stem: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from incvec.study.geometry.evaluation import Backend, evenly_spaced
 from incvec.study.geometry.states import State, weighted_sum
 from tests.conftest import make_run, quick
 from tests.study.geometry.conftest import FinishedRuns
-
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def two_ends(run: Path, data: Dataset) -> tuple[Snapshot, list[State]]:
@@ -46,9 +43,8 @@ def evaluate_single_images(images: Tensor, labels: Tensor, model: torch.nn.Modul
 def test_backends_agree_with_single_images(runs: FinishedRuns, few: Dataset) -> None:
     end, (a, b) = two_ends(runs.plain, few)
     weights = [(0.7, 0.3), (0.25, 0.75)]
-    by_vmap = StateEvaluator(end, backend="vmap").evaluate([a, b], weights)
-    by_loop = StateEvaluator(end, backend="loop").evaluate([a, b], weights)
-    assert StateEvaluator(end, backend="graph").evaluate([a, b], weights) == by_loop  # captured on a GPU only
+    scores = StateEvaluator(end, backend="loop").evaluate([a, b], weights)
+    assert StateEvaluator(end, backend="graph").evaluate([a, b], weights) == scores  # captured on a GPU only
     for number, (w, v) in enumerate(weights):
         with torch.no_grad():
             for name, live in end.model.state_dict().items():
@@ -56,14 +52,14 @@ def test_backends_agree_with_single_images(runs: FinishedRuns, few: Dataset) -> 
         for t, task in enumerate(end.parts.tasks):
             batch = end.parts.test.fetch(end.parts.test.rows_of(task.first, task.last))
             accuracy, loss = evaluate_single_images(batch.images, batch.labels, end.model)
-            for scores in (by_vmap, by_loop):
-                assert scores.accuracy[number][t] == pytest.approx(accuracy, abs=1e-9)
-                assert scores.loss[number][t] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+            assert scores.accuracy[number][t] == pytest.approx(accuracy, abs=1e-9)
+            assert scores.loss[number][t] == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_backends_agree_on_resnet32(device: str) -> None:
-    """PODNet on noise. On a CPU, images of this size are evaluated one point at a time by default."""
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graph_and_loop_agree_on_resnet32() -> None:
+    """PODNet on noise."""
     generator = torch.Generator().manual_seed(0)
 
     def images(count: int) -> Tensor:
@@ -74,23 +70,20 @@ def test_backends_agree_on_resnet32(device: str) -> None:
         "cifar100", images(2000), torch.arange(2000) % 100, images(100), torch.arange(100),
         tuple(map(str, range(100))), 4, True, "noise", {"default": norm, "lucir": norm},
     )  # fmt: skip
-    config = resolve({"method": "podnet", "dataset": "cifar100", "device": device, "precision": "fp32"})
-    parts = build(config, data, torch.Generator(device), torch.device(device))
+    config = resolve({"method": "podnet", "dataset": "cifar100", "device": "cuda", "precision": "fp32"})
+    parts = build(config, data, torch.Generator("cuda"), torch.device("cuda"))
     for task in parts.tasks:
         grow(parts, task, 0)
     snapshot = Snapshot(config, parts, parts.tasks[-1])
     a = snapshot.state()
     b = {name: tensor * 1.1 for name, tensor in a.items()}
-    other: Backend = "loop" if device == "cuda" else "vmap"
-    default, forced = StateEvaluator(snapshot, images=2), StateEvaluator(snapshot, images=2, backend=other)
-    one, two = (each.evaluate([a, b], [(0.75, 0.25), (0.5, 0.5)]) for each in (default, forced))
-    assert forced.used == other
-    assert default.used == ("graph" if device == "cuda" else "loop")
-    assert one.accuracy == two.accuracy or device == "cuda"  # where ties may be resolved differently
+    default, loop = StateEvaluator(snapshot, images=2), StateEvaluator(snapshot, images=2, backend="loop")
+    one, two = (each.evaluate([a, b], [(0.75, 0.25), (0.5, 0.5)]) for each in (default, loop))
+    assert (default.used, loop.used) == ("graph", "loop")
     torch.testing.assert_close(torch.tensor(one.loss), torch.tensor(two.loss), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["graph", "vmap", "loop"])
+@pytest.mark.parametrize("backend", ["graph", "loop"])
 def test_ends_have_the_accuracies_of_the_record(runs: FinishedRuns, few: Dataset, backend: Backend) -> None:
     for name in ("plain", "ivt", "oracle"):
         end, states = two_ends(getattr(runs, name), few)
@@ -103,26 +96,7 @@ def test_ends_have_the_accuracies_of_the_record(runs: FinishedRuns, few: Dataset
     assert scores.accuracy[0] == runs.records["plain"]["classifiers"]["cnn"]["accuracy"][0]
 
 
-def test_model_without_vmap_support_is_evaluated_one_by_one(
-    runs: FinishedRuns, few: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end, states = two_ends(runs.plain, few)
-    weights = [(1, 0), (0.6, 0.4), (0, 1)]
-    expected = StateEvaluator(end, backend="loop").evaluate(states, weights)
-    forward = type(end.model).forward
-
-    def branching(self: torch.nn.Module, images: Tensor) -> object:
-        output = forward(self, images)
-        return output if float(output[1].sum()) < float("inf") else None  # vmap cannot read a value
-
-    monkeypatch.setattr(type(end.model), "forward", branching)
-    evaluator = StateEvaluator(end, backend="vmap")
-    with pytest.warns(UserWarning, match="one by one"):
-        assert evaluator.evaluate(states, weights) == expected
-    assert evaluator.used == "loop"
-
-
-def test_model_that_cannot_be_captured_is_evaluated_one_by_one(
+def test_model_that_cannot_be_captured_is_evaluated_eagerly(
     runs: FinishedRuns, few: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end, states = two_ends(runs.plain, few)
@@ -133,46 +107,9 @@ def test_model_that_cannot_be_captured_is_evaluated_one_by_one(
 
     monkeypatch.setattr(evaluation, "capture", fail)
     evaluator = StateEvaluator(end, backend="graph")
-    with pytest.warns(UserWarning, match="one by one: operation not permitted"):
+    with pytest.warns(UserWarning, match="without a CUDA graph: operation not permitted"):
         assert evaluator.evaluate(states, [(0.5, 0.5)]) == expected
     assert evaluator.used == "loop"
-
-
-def test_points_per_launch_do_not_change_the_scores(runs: FinishedRuns, few: Dataset) -> None:
-    end, states = two_ends(runs.plain, few)
-    weights = [(1 - x / 6, x / 6) for x in range(7)]
-    at_once = StateEvaluator(end, backend="vmap").evaluate(states, weights)
-    images = sum(StateEvaluator(end).counts)
-    memory = 2 * images * evaluation.BYTES_PER_VALUE * torch.Size(end.parts.world.image_shape).numel()
-    done: list[int] = []
-    in_pairs = StateEvaluator(end, backend="vmap", memory=memory).evaluate(states, weights, done.append)
-    assert in_pairs.accuracy == at_once.accuracy
-    torch.testing.assert_close(torch.tensor(in_pairs.loss), torch.tensor(at_once.loss))
-    assert done == [1, 2, 4, 6, 7]  # the two ends first
-
-
-def test_out_of_memory_halves_the_points_per_launch(
-    runs: FinishedRuns, few: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end, states = two_ends(runs.plain, few)
-    weights = [(1 - x / 5, x / 5) for x in range(6)]
-    expected = StateEvaluator(end, backend="vmap").evaluate(states, weights)
-    vmap, widths = evaluation.vmap, []
-
-    def limited(function: Any) -> Any:
-        def call(stacked: State) -> Any:
-            width = len(next(iter(stacked.values())))
-            widths.append(width)
-            if width > 1:
-                raise torch.OutOfMemoryError("full")
-            return vmap(function)(stacked)
-
-        return call
-
-    monkeypatch.setattr(evaluation, "vmap", limited)
-    found = StateEvaluator(end, backend="vmap").evaluate(states, weights)
-    assert widths == [4, 2, 1, 1, 1, 1]
-    assert found.accuracy == expected.accuracy
 
 
 def test_subset_of_images_is_spread_over_the_classes(runs: FinishedRuns, few: Dataset) -> None:
@@ -253,6 +190,6 @@ def test_other_methods_and_addons(method: str, addons: tuple[str, ...], few: Dat
     """Rotation outputs, deployed merges, adapters, nearest means: the ends have the accuracies of the logits."""
     record = finish(make_run(few, tmp_path, quick(method, *addons)))
     end, states = two_ends(tmp_path, few)
-    scores = StateEvaluator(end, backend="vmap").evaluate(states, [(1, 0), (0.5, 0.5), (0, 1)])
+    scores = StateEvaluator(end).evaluate(states, [(1, 0), (0.5, 0.5), (0, 1)])
     assert scores.accuracy[-1] == record["classifiers"]["cnn"]["accuracy"][2]
     assert torch.isfinite(torch.tensor(scores.loss)).all()

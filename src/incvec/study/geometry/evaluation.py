@@ -1,15 +1,11 @@
 """Accuracy and loss of many states at once, each a weighted sum of a few given states.
 
-A point is one row of weights over the given states: (1 - x, x) on a line, three weights on a plane. The backends give
-the same numbers:
+A point is one row of weights over the given states: (1 - x, x) on a line, three weights on a plane. On a GPU, the
+weighted sum and the forward passes over all test images are one CUDA graph, replayed for each point (`graph`). They run
+eagerly (`loop`) on a CPU, for recalibration, and if the capture fails. The numbers are the same.
 
-- `graph`, on a GPU: the weighted sum and all test images in one CUDA graph, replayed for each point.
-- `vmap`, on a CPU with tiny images: many points per launch through `functional_call`, as many as fit into memory. For
-  larger images, convolutions with different weights for each point are slower than one point at a time.
-- `loop`: one point at a time. Used otherwise, if the model supports neither of the two, and for recalibration.
-
-A point that is one of the given states is always evaluated by itself, in the batches of a run's own evaluation. So the
-ends of a path have exactly the accuracies of the snapshots.
+A point that is one of the given states is evaluated as it is, in the batches of a run's own evaluation. So the ends of
+a path have exactly the accuracies of the snapshots.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 
 from incvec.data import ImageSource
 from incvec.data.source import chunk
@@ -34,14 +30,10 @@ from incvec.records import commit
 from incvec.study.geometry.snapshots import Snapshot
 from incvec.study.geometry.states import State, preserved, weighted_sum
 
-Backend = Literal["auto", "graph", "vmap", "loop"]
+Backend = Literal["auto", "graph", "loop"]
 BatchNormMode = Literal["interpolate", "recalibrate"]
 Progress = Callable[[str, int, int], None]  # name, points done, points in all
-MAX_VMAP_VALUES = 256  # values of an image up to which `vmap` is faster on a CPU
-BYTES_PER_VALUE = 1024  # activations for each value of an image and point: about sixteen maps of sixteen channels
-CPU_MEMORY = 1 << 30
 RECALIBRATION_IMAGES = 2000
-UNSUPPORTED = (RuntimeError, ValueError, NotImplementedError, TypeError)  # raised by vmap and by graph capture
 LOSS = "mean cross-entropy of the logits over all classes of the end's task (PODNet's and MRFA's with their scale)"
 BARRIER = (
     "max over the points x of (1-x) y(0) + x y(1) - y(x) for an accuracy, of y(x) - (1-x) y(0) - x y(1) for a loss; "
@@ -118,9 +110,8 @@ class StateEvaluator:
         images: test images per task, evenly spaced over its rows and so over its classes; all by default.
         tasks: the tasks to evaluate; by default all that the method has grown for.
         n_classes: classes to distinguish; all by default.
-        backend: see the module; `used` is the one chosen.
+        backend: `graph`, `loop`, or the one that suits the device; `used` is the one chosen.
         batchnorm: interpolate the running statistics, or measure them at every point.
-        memory: bytes for one launch of `vmap`; by default 1 GiB, or half of the free memory of a GPU.
     """
 
     snapshot: Snapshot
@@ -129,7 +120,6 @@ class StateEvaluator:
     n_classes: int | None = None
     backend: Backend = "auto"
     batchnorm: BatchNormMode = "interpolate"
-    memory: int | None = None
 
     def __post_init__(self) -> None:
         parts = self.snapshot.parts
@@ -146,6 +136,10 @@ class StateEvaluator:
         self.buffers = {name for name, _ in self.classifier.named_buffers()}
         self.world = parts.world
         self.used = self.backend
+        if self.batchnorm == "recalibrate" or (self.backend == "auto" and not self._images_fit_on_gpu()):
+            self.used = "loop"
+        elif self.backend == "auto":
+            self.used = "graph"
 
     def metadata(self) -> dict[str, Any]:
         """For the JSON file of a figure."""
@@ -165,10 +159,14 @@ class StateEvaluator:
         corners = [{f"model.{name}": t.to(device) for name, t in state.items()} for state in states]
         correct = torch.zeros(len(weights), len(self.counts), dtype=torch.float64, device=device)
         loss = torch.zeros_like(correct)
-        done = 0
-        for rows, totals in self._totals(corners, weights):
-            correct[rows], loss[rows] = totals
-            done += len(rows)
+        ends = {i: list(row).index(1) for i, row in enumerate(weights) if 1 in row and sum(w != 0 for w in row) == 1}
+        inner = [i for i in range(len(weights)) if i not in ends]
+        evaluate_point = self._point_function(corners) if inner else None
+        for done, i in enumerate([*ends, *inner], start=1):
+            if i in ends:
+                correct[i], loss[i] = self._evaluate_state(corners[ends[i]], self._batches())
+            elif evaluate_point is not None:
+                correct[i], loss[i] = evaluate_point(weights[i])
             if progress is not None:
                 if device.type == "cuda":
                     torch.cuda.current_stream().synchronize()  # report points that the device has finished
@@ -176,56 +174,22 @@ class StateEvaluator:
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         return Scores((100 * correct / counts).tolist(), (loss / counts).tolist())
 
-    def _totals(
-        self, corners: Sequence[State], weights: Sequence[Sequence[float]]
-    ) -> Iterator[tuple[list[int], Totals]]:
-        """Rows of `weights` and their totals, in the order of evaluation."""
-        ends = {i: list(row).index(1) for i, row in enumerate(weights) if 1 in row and sum(w != 0 for w in row) == 1}
-        for i, corner in ends.items():
-            yield [i], self._evaluate_state(dict(corners[corner]), self._batches())
-        pending = [i for i in range(len(weights)) if i not in ends]
-        if self.batchnorm == "recalibrate":
-            self.used = "loop"
-        elif self.used == "auto":
-            self.used = self._fastest_backend()
-        try:
-            if pending and self.used == "graph":
-                evaluate_point = self._captured(corners)
-                while pending:
-                    yield pending[:1], evaluate_point(weights[pending[0]])
-                    del pending[0]
-            width = self._points_per_launch(len(pending))
-            while pending and self.used == "vmap":
-                try:
-                    yield pending[:width], self._evaluate_many(corners, [weights[i] for i in pending[:width]])
-                except torch.OutOfMemoryError:
-                    if width == 1:
-                        raise
-                    width //= 2
-                else:
-                    del pending[:width]
-        except UNSUPPORTED as error:
-            message = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            warnings.warn(f"points are evaluated one by one: {message}", stacklevel=3)
-            self.used = "loop"
-        for i in pending:
-            yield [i], self._evaluate_state(self._sum(corners, weights[i]), self._batches())
+    def _point_function(self, corners: Sequence[State]) -> Callable[[Sequence[float]], Totals]:
+        """Evaluates a point given by its weights."""
+        if self.used == "graph":
+            try:
+                return self._captured(corners)
+            except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+                message = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                warnings.warn(f"points are evaluated without a CUDA graph: {message}", stacklevel=3)
+                self.used = "loop"
+        return lambda weights: self._evaluate_state(self._sum(corners, weights), self._batches())
 
-    def _fastest_backend(self) -> Backend:
-        """By device and image size, never by timing, so that numbers are reproducible."""
-        values = torch.Size(self.world.image_shape).numel()
-        if self.world.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.world.device)[0]
-            return "graph" if 4 * values * len(self.rows) <= free // 4 else "loop"
-        return "vmap" if values <= MAX_VMAP_VALUES else "loop"
-
-    def _points_per_launch(self, points: int) -> int:
-        memory = self.memory
-        if memory is None:
-            cuda = self.world.device.type == "cuda"
-            memory = torch.cuda.mem_get_info(self.world.device)[0] // 2 if cuda else CPU_MEMORY
-        images = memory // (BYTES_PER_VALUE * torch.Size(self.world.image_shape).numel())
-        return max(1, min(points, images // min(chunk(self.snapshot.parts.test), len(self.rows))))
+    def _images_fit_on_gpu(self) -> bool:
+        if self.world.device.type != "cuda":
+            return False
+        size = 4 * torch.Size(self.world.image_shape).numel() * len(self.rows)
+        return size <= torch.cuda.mem_get_info(self.world.device)[0] // 4
 
     def _sum(self, corners: Sequence[State], weights: Sequence[float] | Tensor) -> dict[str, Tensor]:
         """sum_k w_k corners[k], BatchNorm statistics within the range of the corners."""
@@ -245,16 +209,19 @@ class StateEvaluator:
 
         return evaluate_point
 
-    def _evaluate_many(self, corners: Sequence[State], weights: Sequence[Sequence[float]]) -> Totals:
-        points = [self._sum(corners, row) for row in weights]
-        stacked = {name: torch.stack([point[name] for point in points]) for name in points[0]}
-        del points
-        return self._add_up(lambda batch: vmap(lambda state: self._score(state, batch))(stacked), self._batches())
-
-    def _evaluate_state(self, state: dict[str, Tensor], batches: Iterable[EvaluationBatch]) -> Totals:
+    def _evaluate_state(self, state: State, batches: Iterable[EvaluationBatch]) -> Totals:
         if self.batchnorm == "recalibrate":
             state = self.recalibrated(state)
-        return self._add_up(lambda batch: self._score(state, batch), batches)
+        correct: Any = 0
+        loss: Any = 0
+        for batch in batches:
+            with self.world.autocast():
+                logits, factor = functional_call(self.classifier, dict(state), (batch.images,))
+                logits = logits[:, : self.n_classes]
+                hits = (logits.argmax(1) == batch.labels).double()
+                losses = F.cross_entropy((factor * logits).double(), batch.labels, reduction="none")
+                correct, loss = correct + hits @ batch.tasks, loss + losses @ batch.tasks
+        return correct, loss
 
     def _batches(self) -> Iterator[EvaluationBatch]:
         """The test images in the batches of a run's own evaluation."""
@@ -264,22 +231,6 @@ class StateEvaluator:
             with self.world.autocast():
                 batch = test.fetch(rows, None, ("test",))
             yield EvaluationBatch(batch.images, batch.labels, tasks)
-
-    def _add_up(self, score: Callable[[EvaluationBatch], Totals], batches: Iterable[EvaluationBatch]) -> Totals:
-        correct: Any = 0
-        loss: Any = 0
-        for batch in batches:
-            with self.world.autocast():
-                more_correct, more_loss = score(batch)
-            correct, loss = correct + more_correct, loss + more_loss
-        return correct, loss
-
-    def _score(self, state: State, batch: EvaluationBatch) -> Totals:
-        logits, factor = functional_call(self.classifier, dict(state), (batch.images,))
-        logits = logits[:, : self.n_classes]
-        correct = (logits.argmax(1) == batch.labels).double()
-        loss = F.cross_entropy((factor * logits).double(), batch.labels, reduction="none")
-        return correct @ batch.tasks, loss @ batch.tasks
 
     @torch.no_grad()
     def recalibrated(self, state: State) -> dict[str, Tensor]:
