@@ -30,14 +30,23 @@ def comparison_tables(dataset: str, runs: Sequence[RunRecord]) -> list[Table]:
             else:
                 tables.append(comparisons.lite_table(table, pretrained))
                 tables.append(comparisons.pretrained_gain_table(table, pretrained))
-    labeled = [table.with_first_column(style.label) for table in tables if table and table.rows]
     rates = comparisons.learning_rate_table(pretrained)
-    return [*labeled, rates] if rates else labeled
+    return [with_labels(table) for table in tables if table and table.rows] + ([rates] if rates else [])
 
 
 def gain_table(dataset: str, runs: Sequence[RunRecord]) -> Table | None:
     table = comparisons.gain_table(dataset, [run.record for run in runs])
-    return table and table.with_first_column(style.label)
+    return table and with_labels(table)
+
+
+def with_labels(table: Table) -> Table:
+    """With labels in place of the runs' names, and without empty columns."""
+    used = [place for place in range(len(table.columns)) if any(row.cells[place].text for row in table.rows)]
+    rows = [
+        make_row(style.label(row.cells[0].text), *(row.cells[place] for place in used[1:]), dim=row.dim)
+        for row in table.rows
+    ]
+    return Table([table.columns[place] for place in used], rows, table.title, table.note, table.slug)
 
 
 def gap_table(dataset: str, groups: Sequence[Group]) -> Table | None:

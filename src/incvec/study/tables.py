@@ -10,8 +10,8 @@ from __future__ import annotations
 import html
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
@@ -76,13 +76,6 @@ class Table:
         self.title = title
         self.note = note
         self.slug = safe_name(slug) if slug else ""
-
-    def with_first_column(self, change: Callable[[str], str]) -> Table:
-        """A copy with the text of the first column changed, such as names of runs to labels."""
-        rows = [
-            Row((replace(row.cells[0], text=change(row.cells[0].text)), *row.cells[1:]), row.dim) for row in self.rows
-        ]
-        return Table(self.columns, rows, self.title, self.note, self.slug)
 
     def texts(self) -> list[list[str]]:
         """The cells' text, row by row."""
