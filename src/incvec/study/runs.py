@@ -33,9 +33,9 @@ class RunRecord:
     record: Record = field(repr=False)
 
     @property
-    def name(self) -> str:
+    def title(self) -> str:
         """`podnet + ivt`, `podnet oracle`."""
-        return title(dict(self.record))
+        return title(self.record)
 
     @property
     def seed(self) -> Seed:
@@ -72,8 +72,8 @@ def load_runs(paths: Sequence[Path]) -> list[RunRecord]:
         other = runs.setdefault(digest(config), run)
         if other.record["accuracy"] != run.record["accuracy"]:
             raise DataError(
-                f"{other.path} and {run.path} are two results of the same run ({run.name}, {run.record['tasks']} tasks,"
-                f" seed {run.record['seed']}). Remove one of them."
+                f"{other.path} and {run.path} are two results of the same run ({run.title}, "
+                f"{run.record['tasks']} tasks, seed {run.record['seed']}). Remove one of them."
             )
     return list(runs.values())
 
@@ -190,7 +190,7 @@ def run_rows(records: Sequence[Record], paths: Sequence[str] | None = None) -> l
     """One row per record, in the given order."""
     rows = [
         RunRow(
-            run=title(dict(record)),
+            run=title(record),
             dataset=record["dataset"],
             tasks=record["tasks"],
             seed=record["seed"],

@@ -1,88 +1,81 @@
-"""The few numbers of a lab command that matter, as tables for a terminal."""
+"""The main numbers of each figure as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from incvec.study.figures.plane import describe_starts
+from incvec.study.tables import MISSING, Column, Table, make_row, number
 
-from incvec.study.geometry.landscape import told_starts
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> Table:
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for number, heading in enumerate(headings):
-        shown.add_column(heading, justify="left" if number == 0 else "right", no_wrap=number == 0)
-    for row in rows:
-        shown.add_row(*row)
-    return shown
+Data = Mapping[str, Any]
 
 
-def path_table(found: dict[str, Any]) -> Table:
+def path_table(data: Data, title: str = "", name: str = "") -> Table:
+    """Length of every path, accuracy on the old tasks at its ends and lowest point, and barriers."""
+    first, last = data["task_from"] + 1, data["task_to"] + 1
     rows = []
-    for curve in found["curves"]:
-        accuracy, barrier = curve["accuracy"], curve["barrier"]
-        rows.append(
-            [curve["name"], f"{curve['length']:.2f}", f"{accuracy['old'][0]:.2f}", f"{min(accuracy['old']):.2f}",
-             f"{accuracy['old'][-1]:.2f}", f"{barrier['accuracy']['old']:.2f}", f"{barrier['loss']['old']:.3f}",
-             f"{accuracy['new'][-1]:.2f}"]
-        )  # fmt: skip
-    until = found["task_from"] + 1
-    title = f"From task {until} to task {found['task_to'] + 1}: accuracy on the classes up to task {until}"
-    headings = ["run", "length", "start", "lowest", "end", "barrier", "in loss", "new, end"]
-    return table(headings, rows, title)
+    for curve in data["curves"]:
+        old, barrier = curve["accuracy"]["old"], curve["barrier"]
+        values = [curve["length"], old[0], min(old), old[-1], barrier["accuracy"]["old"]]
+        loss_barrier, new_end = number(barrier["loss"]["old"], ".3f"), number(curve["accuracy"]["new"][-1])
+        rows.append([curve["name"], *map(number, values), loss_barrier, new_end])
+    labels = ("length", "start", "lowest", "end", "barrier", "loss\nbarrier", "new tasks,\nend")
+    note = (
+        f"Straight lines from the model after task {first} to that after task {last}; accuracy on the tasks up to "
+        f"{first} in percent. Barrier: the largest drop below the straight line between the ends. BatchNorm statistics "
+        f"{data.get('batchnorm', 'interpolate')}d."
+    )
+    title = title or f"From task {first} to task {last}: accuracy on the old tasks"
+    return Table(["run", *map(Column, labels)], rows, title, note, name)
 
 
-def tradeoff_table(found: dict[str, Any]) -> Table:
+def tradeoff_table(data: Data) -> Table:
     rows = []
-    for curve in found["curves"]:
-        accuracy, fit = curve["accuracy"], curve["fit"]
-        fitted = ["–" if fit[key] is None else f"{fit[key]:.3f}" for key in ("slope", "r2")]
-        rows.append([curve["name"], f"{accuracy['old'][-1]:.2f}", f"{accuracy['new'][-1]:.2f}", *fitted])
-    title = f"From task {found['task_from'] + 1} to task {found['task_to'] + 1}: fit of new on old"
-    return table(["run", "old: end", "new: end", "slope", "r²"], rows, title)
+    for panel in data["panels"]:
+        for curve in panel["curves"]:
+            tasks = f"{panel['task_from'] + 1} to {panel['task_to'] + 1}"
+            values = [number(curve["accuracy"][group][-1]) for group in ("old", "new")]
+            rows.append([curve["name"], tasks, *values, *(number(curve["fit"][key], ".3f") for key in ("slope", "r2"))])
+    title = "Linear fit of the accuracy on new classes to that on old ones"
+    return Table(["run", "tasks", *map(Column, ("old, end", "new, end", "slope", "r²"))], rows, title)
 
 
-def plane_table(found: dict[str, Any]) -> Table:
+def plane_table(data: Data) -> Table:
     rows = []
-    for mark in found["marks"]:
-        far = f"{mark['to_oracle']:.2f}" if "to_oracle" in mark else "–"
-        who = f"start, after task {found['task']}" if mark["role"] == "origin" else mark["name"]
-        numbers = (mark["loss"], mark["accuracy"], mark["to_origin"])
-        rows.append([who, *(f"{value:.2f}" for value in numbers), far])
-    shown = table(["model", "loss", "accuracy", "from the start", "from the oracle"], rows)
-    shown.caption = told_starts(found) or None
-    return shown
+    for mark in data["marks"]:
+        name = f"start, after task {data['task']}" if mark["role"] == "origin" else mark["name"]
+        keys = ("loss", "accuracy", "to_origin", "to_oracle")
+        rows.append([name, *(number(mark.get(key)) for key in keys)])
+    labels = ("loss", "accuracy", "from the start", "from the oracle")
+    return Table(["model", *map(Column, labels)], rows, note=describe_starts(data))
 
 
-def gap_table(found: dict[str, Any]) -> Table:
+def gap_table(data: Data) -> Table:
     rows = []
-    for run in found["runs"]:
-        share = "–" if run["gap_closed"] is None else f"{100 * run['gap_closed']:.0f} %"
-        std = "" if run["LA"]["std"] is None else f" ± {run['LA']['std']:.2f}"
-        rows.append([run["name"], str(len(run["seeds"])), f"{run['LA']['mean']:.2f}{std}", share])
-    return table(["run", "seeds", "LA", "gap closed"], rows)
+    for run in data["runs"]:
+        deviation = "" if run["LA"]["std"] is None else f" ± {run['LA']['std']:.2f}"
+        closed = MISSING if run["gap_closed"] is None else f"{100 * run['gap_closed']:.0f} %"
+        rows.append([run["name"], str(len(run["seeds"])), f"{run['LA']['mean']:.2f}{deviation}", closed])
+    return Table(["run", *map(Column, ("seeds", "LA", "gap closed"))], rows)
 
 
-def curvature_table(found: dict[str, Any]) -> Table:
+def curvature_table(data: Data) -> Table:
     rows = []
-    for row in found["tasks"]:
-        whole, sample = row["parts"]["all"], row["predicted_per_sample"]
-        ratio = "–" if whole["fisher_ratio"] is None else f"{whole['fisher_ratio']:.3g}"
-        rows.append(
-            [str(row["task"] + 1), ratio, f"{whole['scale']:.3f}", f"{row['length']:.2f}",
-             f"{row['predicted'][-1]:.3g}", "–" if sample is None else f"{sample[-1]:.3g}",
-             f"{row['measured'][-1]:.3g}"]
-        )  # fmt: skip
-    return table(["task", "F / past", "mean S", "moved", "½ d'Fd", "½ d'(B F)d", "measured"], rows)
+    for task in data["tasks"]:
+        total, per_sample = task["parts"]["all"], task["predicted_per_sample"]
+        values = [total["fisher_ratio"], task["predicted"][-1], per_sample and per_sample[-1], task["measured"][-1]]
+        ratio, *losses = (number(value, ".3g") for value in values)
+        cells = [ratio, number(total["scale"], ".3f"), number(task["length"]), *losses]
+        rows.append(make_row(str(task["task"] + 1), *cells))
+    labels = ("F / past", "mean S", "distance", "½ d'Fd", "½ d'(B F)d", "measured")
+    return Table(["task", *map(Column, labels)], rows)
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
-    "path": lambda found: [path_table(found)],
-    "tradeoff": lambda found: [tradeoff_table(panel) for panel in found["panels"]],
-    "plane": lambda found: [plane_table(found)],
-    "gap": lambda found: [gap_table(found)],
-    "curvature": lambda found: [curvature_table(found)],
+TABLES = {
+    "path": path_table,
+    "tradeoff": tradeoff_table,
+    "plane": plane_table,
+    "gap": gap_table,
+    "curvature": curvature_table,
 }

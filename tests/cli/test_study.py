@@ -1,4 +1,4 @@
-"""`incvec lab` on the embedded digits, as a user calls it."""
+"""`incvec study` on the embedded digits, as a user calls it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from typer.testing import CliRunner
 from incvec.cli.main import app
 from incvec.data import Dataset
 from incvec.engine.run import finish
-from incvec.study.geometry import drawing
 from tests.conftest import make_run, quick
-from tests.study.geometry.conftest import Finished, begun, train
+from tests.study.geometry.conftest import FinishedRuns, train, train_from_snapshot
 
 
 @pytest.fixture(scope="module")
-def runs(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+def runs(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
     return train(digits, tmp_path_factory.mktemp("digits"), base_classes=6, podnet={"epochs": 2, "batch_size": 64})
 
 
 def call(*words: Any) -> str:
-    result = CliRunner().invoke(app, ["lab", *map(str, words)], env={"COLUMNS": "120"})
+    result = CliRunner().invoke(app, ["study", *map(str, words)], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -36,7 +35,7 @@ def written(folder: Path, name: str) -> Any:
     return json.loads((folder / f"{name}.json").read_text())
 
 
-def test_path(runs: Finished, tmp_path: Path) -> None:
+def test_path(runs: FinishedRuns, tmp_path: Path) -> None:
     shown = call(
         "path", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, "--points", 5, "--axis", "share", "-o", tmp_path
     )
@@ -48,7 +47,7 @@ def test_path(runs: Finished, tmp_path: Path) -> None:
         assert [values[-1] for values in curve["accuracy"]["tasks"]] == last
 
 
-def test_path_options(runs: Finished, tmp_path: Path) -> None:
+def test_path_options(runs: FinishedRuns, tmp_path: Path) -> None:
     call(
         "path", runs.plain, "--points", 3, "--task-from", 2, "--task-to", 3, "--images", 20,
         "--batchnorm", "recalibrate", "--start", "own", "--name", "later", "-o", tmp_path,
@@ -58,7 +57,7 @@ def test_path_options(runs: Finished, tmp_path: Path) -> None:
     assert found["curves"][0]["counts"] == [20, 20, 20]
 
 
-def test_tradeoff(runs: Finished, tmp_path: Path) -> None:
+def test_tradeoff(runs: FinishedRuns, tmp_path: Path) -> None:
     shown = call(
         "tradeoff", runs.plain, "--ivt", runs.ivt, "--points", 3, "--task-to", 2, "--task-to", 3, "-o", tmp_path
     )
@@ -66,7 +65,7 @@ def test_tradeoff(runs: Finished, tmp_path: Path) -> None:
     assert [panel["task_to"] for panel in written(tmp_path, "tradeoff")["panels"]] == [1, 2]
 
 
-def test_plane(runs: Finished, tmp_path: Path) -> None:
+def test_plane(runs: FinishedRuns, tmp_path: Path) -> None:
     shown = call(
         "plane", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, "--size", 3, "--images", 30, "-o", tmp_path
     )
@@ -74,9 +73,9 @@ def test_plane(runs: Finished, tmp_path: Path) -> None:
     assert len(written(tmp_path, "plane")["marks"]) == 4
 
 
-def test_runs_that_began_at_one_snapshot(digits: Dataset, tmp_path: Path) -> None:
-    """They have no first task; every command goes on from the snapshot they share."""
-    runs = begun(digits, tmp_path, base_classes=4, tasks=3, podnet={"epochs": 1, "batch_size": 64})
+def test_runs_that_started_at_one_snapshot(digits: Dataset, tmp_path: Path) -> None:
+    """They have no snapshot of the first task; every command starts at the one they share."""
+    runs = train_from_snapshot(digits, tmp_path, base_classes=4, tasks=3, podnet={"epochs": 1, "batch_size": 64})
     assert sorted(file.name[:7] for file in (runs.plain / "snapshots").iterdir()) == ["task-01", "task-02", "task-03"]
     given = ("--ivt", runs.ivt, "--oracle", runs.oracle, "--images", 10, "-o", tmp_path)
     call("plane", runs.plain, *given, "--task", 3, "--size", 3)
@@ -87,20 +86,20 @@ def test_runs_that_began_at_one_snapshot(digits: Dataset, tmp_path: Path) -> Non
     assert [panel["task_to"] for panel in written(tmp_path, "all-tradeoff")["panels"]] == [2, 3]
     assert written(tmp_path, "all-plane")["task"] == 2
     assert [row["task"] for row in written(tmp_path, "all-curvature")["tasks"]] == [2, 3]
-    for words, told in (
-        (["plane", runs.plain, *given], "first snapshot of .* is that after task 2: take 3 or more"),
+    for words, message in (
+        (["plane", runs.plain, *given], "first snapshot of .* is that after task 2: use 3 or more"),
         (["path", runs.plain, *given], "no model after task 1 in .*: its first snapshot is that after task 2"),
     ):
-        assert re.search(told, refused(*words))
+        assert re.search(message, refused(*words))
 
 
-def test_gap(runs: Finished, tmp_path: Path) -> None:
+def test_gap(runs: FinishedRuns, tmp_path: Path) -> None:
     shown = call("gap", runs.plain, runs.ivt, runs.oracle, "-o", tmp_path)
     assert "gap closed" in shown
     assert [run["name"] for run in written(tmp_path, "gap")["runs"]] == ["PODNet", "PODNet + IVT", "PODNet oracle"]
 
 
-def test_gap_tells_of_a_damaged_record(runs: Finished, tmp_path: Path) -> None:
+def test_gap_reports_a_damaged_record(runs: FinishedRuns, tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "record.json").write_text('{"method": "podnet"}')
     shown = call("gap", runs.plain, runs.oracle, tmp_path, "-o", tmp_path / "fig[red]x")
@@ -109,13 +108,13 @@ def test_gap_tells_of_a_damaged_record(runs: Finished, tmp_path: Path) -> None:
     assert "is not a record" in refused("gap", tmp_path / "bad", "-o", tmp_path)
 
 
-def test_curvature(runs: Finished, tmp_path: Path) -> None:
+def test_curvature(runs: FinishedRuns, tmp_path: Path) -> None:
     shown = call("curvature", runs.ivt, "--points", 3, "--images", 30, "-o", tmp_path)
     assert "mean S" in shown
     assert len(written(tmp_path, "curvature")["tasks"]) == 2
 
 
-def test_all_of_them_and_drawn_again_without_the_runs(runs: Finished, tmp_path: Path) -> None:
+def test_all_figures_are_drawn_again_without_the_runs(runs: FinishedRuns, tmp_path: Path) -> None:
     given = ("--points", 3, "--size", 3, "--images", 30, "-o", tmp_path, "--name", "few")
     call("all", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, *given)
     kinds = ("path", "tradeoff", "plane", "gap", "curvature")
@@ -132,88 +131,86 @@ def test_all_of_them_and_drawn_again_without_the_runs(runs: Finished, tmp_path: 
             assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
-def test_all_recalibrated_has_one_path(runs: Finished, tmp_path: Path) -> None:
+def test_all_with_recalibration_has_one_path(runs: FinishedRuns, tmp_path: Path) -> None:
     given = ("--points", 2, "--size", 2, "--images", 10, "-o", tmp_path, "--batchnorm", "recalibrate")
     call("all", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, *given)
     assert written(tmp_path, "path")["batchnorm"] == "recalibrate"
     assert not (tmp_path / "recalibrated-path.json").exists()
 
 
-def test_a_file_in_the_way(runs: Finished, tmp_path: Path) -> None:
+def test_out_that_is_a_file_is_refused(runs: FinishedRuns, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for words in (["path", runs.plain, "--points", 2, "--images", 5], ["gap", runs.plain], ["draw", tmp_path]):
-        told = refused(*words, "-o", tmp_path / "file")
-        assert "file is a file; a figure needs a folder. Give another one with -o." in told
+        assert "file is a file; a figure needs a folder" in refused(*words, "-o", tmp_path / "file")
 
 
-def test_a_damaged_snapshot_is_to_be_trained_again(runs: Finished, tmp_path: Path) -> None:
+def test_damaged_snapshot_must_be_trained_again(runs: FinishedRuns, tmp_path: Path) -> None:
     whole = (runs.plain / "snapshots" / "task-00.safetensors").read_bytes()
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     file = tmp_path / "run" / "snapshots" / "task-00.safetensors"
     for damaged in (whole[:100], whole[:-1] + bytes([whole[-1] ^ 1])):
         file.write_bytes(damaged)
-        told = refused("path", tmp_path / "run")
-        assert f"move {tmp_path / 'run'} away, and train it again" in told
-        assert "start again" not in told
+        message = refused("path", tmp_path / "run")
+        assert f"move {tmp_path / 'run'} away, and train it again" in message
+        assert "start again" not in message
 
 
-def test_drawing_what_is_no_finding(tmp_path: Path) -> None:
+def test_draw_refuses_other_files(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
-    (tmp_path / "broken.json").write_text('{"format": 1, "kind": "plane"}')
-    for name, words in (("other", "was not written by"), ("broken", "make it again with `incvec lab plane`")):
-        result = CliRunner().invoke(app, ["lab", "draw", str(tmp_path / f"{name}.json")])
-        assert result.exit_code == 1
-        assert words in result.output
-    (tmp_path / "broken.json").unlink()
-    assert "no numbers" in CliRunner().invoke(app, ["lab", "draw", str(tmp_path)]).output
+    (tmp_path / "damaged.json").write_text('{"format": 1, "kind": "plane"}')
+    assert "is not the data of a figure" in refused("draw", tmp_path / "other.json")
+    assert "make it again with `incvec study plane`" in refused("draw", tmp_path / "damaged.json")
+    (tmp_path / "damaged.json").unlink()
+    assert "is from `incvec study`" in refused("draw", tmp_path)
 
 
-def test_numbers_are_written_row_by_row() -> None:
-    found = {"a": [1, 2.5, None], "b": {}, "c": [[1, 2], [3]], "d": [{"e": "λ"}], "f": "x", "g": []}
-    text = drawing.written(found)
-    assert json.loads(text) == found
-    assert '"a": [1, 2.5, null]' in text
-    assert "  [1, 2],\n" in text
+def test_lab_is_an_alias_that_names_the_new_command(tmp_path: Path) -> None:
+    figures = Path(__file__).parents[1] / "study" / "figures_format_1"
+    result = CliRunner().invoke(app, ["lab", "draw", str(figures / "gap.json"), "-o", str(tmp_path)])
+    assert result.exit_code == 0
+    assert result.stderr == "`incvec lab draw` is now `incvec study draw`\n"
+    assert "gap.png" in result.stdout
+    assert " lab " not in CliRunner().invoke(app, ["--help"]).output
 
 
 def refused(*words: Any) -> str:
-    result = CliRunner().invoke(app, ["lab", *map(str, words)], env={"COLUMNS": "1000"})
+    result = CliRunner().invoke(app, ["study", *map(str, words)], env={"COLUMNS": "1000"})
     assert result.exit_code == 1
-    assert isinstance(result.exception, SystemExit)  # a message, no traceback
+    assert isinstance(result.exception, SystemExit)  # a message without a traceback
     return result.output
 
 
-def test_any_addon_beside_the_plain_run(runs: Finished, digits: Dataset, tmp_path: Path) -> None:
+def test_all_takes_any_addon(runs: FinishedRuns, digits: Dataset, tmp_path: Path) -> None:
     own = {"podnet": {"epochs": 1, "batch_size": 64}, "seed": 3, "base_classes": 6}
     finish(make_run(digits, tmp_path / "eopc", quick("podnet", "eopc", **own)))
     given = ("--points", 2, "--size", 2, "--images", 5, "-o", tmp_path)
     call("all", runs.plain, "--ivt", tmp_path / "eopc", "--oracle", runs.oracle, *given)
     names = [curve["name"] for curve in written(tmp_path, "path")["curves"]]
     assert names == ["PODNet", "PODNet + EOPC", "PODNet oracle"]
-    assert not (tmp_path / "curvature.json").exists()  # it is IVT's Fisher that is looked at there
+    assert not (tmp_path / "curvature.json").exists()  # it shows the Fisher of IVT
 
 
-def test_errors_are_one_message(runs: Finished, tmp_path: Path) -> None:
+def test_errors_are_one_message(runs: FinishedRuns, tmp_path: Path) -> None:
     for words in (["--ivt", tmp_path / "none"], ["--ivt", runs.plain], ["--oracle", tmp_path / "none"]):
-        told = refused("path", runs.plain, *words)
-        assert "Run first" in told
-        assert "incvec run --method podnet" in told
+        message = refused("path", runs.plain, *words)
+        assert "Run first" in message
+        assert "incvec run --method podnet" in message
     for kind in ("plane", "all"):
-        told = refused(kind, runs.plain, "--ivt", tmp_path / "none", "--oracle", runs.oracle)
-        assert "never made. Run first:\n  incvec run --method podnet --addon ivt" in told
+        message = refused(kind, runs.plain, "--ivt", tmp_path / "none", "--oracle", runs.oracle)
+        assert "never trained. Run first:\n  incvec run --method podnet --addon ivt" in message
     assert "there is no task 9 in" in refused("plane", runs.plain, "--ivt", runs.ivt, "--task", 9)
 
 
-def test_a_device_that_is_not_there(runs: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_devices(runs: FinishedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "device 'foo' is not known; expected auto, cpu" in refused("path", runs.plain, "--device", "foo")
-    assert "sees no CUDA device here" in refused("path", runs.plain, "--device", "cuda")
+    assert "finds no CUDA device" in refused("path", runs.plain, "--device", "cuda")
 
 
-def test_what_is_no_runs_folder(runs: Finished) -> None:
-    """A folder of runs, a run's record, its snapshots: the folder of a run is named instead."""
+def test_paths_that_are_not_run_folders(runs: FinishedRuns) -> None:
+    """A folder of runs, a record, or the snapshots: the folder of a run is suggested."""
     for given in (runs.plain.parent, runs.plain / "record.json", runs.plain / "snapshots"):
-        told = refused("path", given)
-        assert "is not the folder of a run" in told
-        assert f"such as {runs.ivt if given == runs.plain.parent else runs.plain}." in told
+        message = refused("path", given)
+        assert "is not the folder of a run" in message
+        assert f"such as {runs.ivt if given == runs.plain.parent else runs.plain}." in message
     assert "is not the folder of a run" in refused("path", runs.plain, "--oracle", runs.oracle / "record.json")
