@@ -37,7 +37,7 @@ def _text_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, error_type: type[IncvecError] = CheckpointError) -> None:
     """Replace `path` whole or not at all."""
     temporary = ""
     try:
@@ -57,9 +57,9 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise CheckpointError(
+        raise error_type(
             f"could not write {path} ({len(content) / 1e6:.1f} MB): {error.strerror or error}. What was saved "
-            "before is intact; free some space or choose another --out, then run the same command again."
+            "before is intact; free some space or choose another folder, then run the same command again."
         ) from error
 
 

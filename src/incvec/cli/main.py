@@ -20,7 +20,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 import incvec
-from incvec.cli import data as packing
+from incvec.cli import data as data_commands
 from incvec.cli import report as report_commands
 from incvec.cli import sweep as sweeping
 from incvec.cli import tensorboard
@@ -28,7 +28,7 @@ from incvec.cli.demo import run_demo, steady_threads
 from incvec.cli.progress import follow
 from incvec.cli.study import app as lab_app
 from incvec.config import RunConfig, assign
-from incvec.data import check, load_dataset
+from incvec.data import load_dataset
 from incvec.data.store.open import is_store
 from incvec.engine.build import check_names, pick_device
 from incvec.engine.checkpoint import check_finished
@@ -88,7 +88,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Look after data sets.")
 app.add_typer(data_app, name="data")
-packing.register(data_app)
+data_commands.register(data_app)
 app.add_typer(lab_app, name="lab")
 report_commands.register(app)
 
@@ -363,23 +363,7 @@ def show(
         Console().print(tables.rich_table(rows))
 
 
-# data, demo -----------------------------------------------------------------------------------------------
-
-
-@data_app.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")
-def data_check(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder with cifar-100-python/, fgvc-aircraft-2013b/ or class folders, or a store.")
-    ],
-) -> None:
-    """Verify a data set: checksums of CIFAR-100 or a packed store, every image of FGVC-Aircraft or class folders."""
-    meter = packing.Meter(Console(stderr=True), "checking")
-    try:
-        lines = check(folder, meter)
-    finally:
-        meter.close()
-    for line in lines:
-        typer.echo(line)
+# demo -----------------------------------------------------------------------------------------------------
 
 
 @app.command(epilog="[bold]Example[/bold]\n\nincvec demo --out runs/demo")
