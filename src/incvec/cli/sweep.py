@@ -160,10 +160,7 @@ def find_sweep(name: str) -> Path:
 
 
 def plan(name: str, settings: Sequence[str] = ()) -> Plan:
-    """Every run of a sweep, with all settings validated before any run starts.
-
-    `method.KEY=VALUE` sets an option of whatever method a run has.
-    """
+    """Every run of a sweep, all settings validated; `method.KEY=VALUE` sets an option of the method of any run."""
     planned: dict[str, RunConfig] = {}
     runs = read_runs(find_sweep(name))
     for setting in settings:

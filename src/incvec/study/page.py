@@ -80,7 +80,7 @@ def dataset_sections(dataset: str, groups: Sequence[Group], runs: Sequence[RunRe
 
 
 def introduction(runs: Sequence[RunRecord]) -> str:
-    devices = sorted({page_tables.device(run.record) for run in runs})
+    devices = sorted({page_tables.origin(run.record)[0] for run in runs})
     seeds = len({run.seed for run in runs})
     count = f"{len(runs)} records" if len(runs) > 1 else "one record"
     return (

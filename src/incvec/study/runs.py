@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import fsum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -129,8 +129,7 @@ def run_command(config: Mapping[str, Any], out: str | Path | None = None, **chan
     return shlex.join(words)
 
 
-@dataclass(frozen=True)
-class OracleGap:
+class OracleGap(NamedTuple):
     """LA of a run with add-ons, of the plain method and of its oracle, with the same seed and settings."""
 
     plain: float
