@@ -48,8 +48,8 @@ def make_sections(runs: Sequence[RunRecord], study_figures: Sequence[StudyFigure
     for dataset in datasets:
         own = [run for run in runs if run.record["dataset"] == dataset]
         sections += dataset_sections(dataset, [group for group in groups if group.dataset == dataset], own)
-    tables = tuple(table for figure in study_figures if (table := figure.path_table()))
-    drawn = tuple(chart for figure in study_figures if (chart := figure.path_chart()))
+    paths = [figure for figure in study_figures if figure.data["kind"] == "path"]
+    tables, drawn = tuple(path.path_table() for path in paths), tuple(path.path_chart() for path in paths)
     sections.append(Section("study", "Figures of the study", tables, drawn, tuple(study_figures)))
     how = (page_tables.how_table(groups), page_tables.record_table(runs))
     sections.append(Section("how-it-was-run", "How the runs were made", how))
