@@ -120,10 +120,10 @@ def test_lists_are_varied_unless_the_setting_is_a_list(tmp_path: Path) -> None:
         ("{method: podnet, addons: null}", "block 2.*addons = None is not possible"),
         ("{method: podnet, addons: ivt}", "block 2.*addons = 'ivt' is not possible"),
         ("{method: podnet, addons: [[[ivt]]]}", "block 2.*addons = .* is not possible"),
-        ("{method: podnet, 5: 1}", "block 2.*5 is no setting"),
-        ("{method: podnet, podnet: {5: 1}}", "block 2.*podnet.5' is no setting"),
+        ("{method: podnet, 5: 1}", "block 2.*5 is not a setting"),
+        ("{method: podnet, podnet: {5: 1}}", "block 2.*podnet.5' is not a setting"),
         ("{method: podnet, podnet: {epocs: 1}}", "block 2.*unknown setting podnet.epocs. Did you mean 'epochs'"),
-        ("podnet", "block 2.*a block is a mapping, this one is 'podnet'"),
+        ("podnet", "block 2.*expected a mapping of settings, given was 'podnet'"),
     ],
 )
 def test_invalid_block_is_named_in_the_error(runs: str, message: str, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_file_that_is_not_a_sweep_is_refused(tmp_path: Path) -> None:
         plan(str(file))
     for key, message in (("run", "'run'. Did you mean 'runs'"), ("5", "5"), ("seeds", "'seeds'")):
         file.write_text(f"runs: [{{method: finetune}}]\n{key}: [0, 1]")
-        with pytest.raises(ConfigError, match=f"mine.yaml: unknown key {message}.*settings stand in the blocks"):
+        with pytest.raises(ConfigError, match=f"mine.yaml: unknown key {message}.*settings belong into the blocks"):
             plan(str(file))
 
 
@@ -216,12 +216,13 @@ def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Pat
     in_the_name = {"method", "addons", "dataset", "tasks", "seed", "oracle"}
     assert set(values) == set(RunConfig.model_fields) - in_the_name - {"sections"}
     file = tmp_path / "mine.yaml"
-    file.write_text("runs: [{method: finetune}]")
     for key, value in values.items():
+        dataset = "packed" if key in ("image_size", "class_list", "placement") else "digits"
+        file.write_text(f"runs: [{{method: finetune, dataset: {dataset}}}]")
         text = io.StringIO()
         console = Console(file=text, width=500)
         run_sweep(str(file), tmp_path, settings=[f"{key}={value}"], console=console, dry_run=True)
-        assert re.match(r"to do    digits-finetune-3-s0-[0-9a-f]{8}  ", text.getvalue()), key
+        assert re.match(rf"to do    {dataset}-finetune-\d-s0-[0-9a-f]{{8}}  ", text.getvalue()), key
         assert f"{key} {value}" in text.getvalue() or f" {key}={value}" in text.getvalue()
 
 

@@ -194,7 +194,7 @@ def test_truncated_record_is_rejected(tmp_path: Path) -> None:
 
 
 def test_no_records(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no record lies in"):
+    with pytest.raises(DataError, match="there is no record in"):
         load_runs([tmp_path])
     with pytest.raises(DataError, match="does not exist"):
         load_runs([tmp_path / "nowhere"])

@@ -18,7 +18,7 @@ BatchNorm layer (with the statistics of a few batches as one) and recomputes wei
 continues from the teleported function (see affine.py). `layer` does the same for a convolution and its BatchNorm layer
 together: their product is teleported with the convolution's S. The two differ little while filters keep their norms.
 If some filters have nearly vanished, as in the last stage of ResNet-18, slopes teleported by themselves may explode
-(docs/findings.md).
+(docs/results.md).
 
 Open questions of Algorithm 1. It ends with a teleport if the interval divides the epochs, so the final weights are not
 trained afterwards; `last="skip"` omits this teleport. It does not mention the classifier. Its old rows are teleported
@@ -124,7 +124,7 @@ class IVTAddOn(AddOn):
             return ""
         return (
             f"ivt.batchnorm=map was tested with up to {MAX_TESTED_WIDTH} features; this network has {width}, and wide "
-            "networks may diverge with it (docs/findings.md). Use ivt.batchnorm=layer."
+            "networks may diverge with it (docs/results.md). Use ivt.batchnorm=layer."
         )
 
     def _idle_notice(self) -> str:

@@ -34,6 +34,7 @@ BASE_FILES = (
     "data/stream.py",
     "data/views.py",
     "nets/backbones.py",
+    "nets/batchnorm.py",
     "nets/clip.py",
     "nets/dual.py",
     "nets/heads.py",
@@ -41,6 +42,7 @@ BASE_FILES = (
     "nets/model.py",
     "nets/resnet.py",
     "nets/kernels/__init__.py",
+    "nets/kernels/blocks.py",
     "nets/kernels/conv.py",
     "nets/kernels/launch.py",
     "ivt/fisher.py",
@@ -102,6 +104,7 @@ OTHER_FILES = (
     "engine/record.py",
     "engine/run.py",
     "engine/shared_bases.py",
+    "engine/threads.py",
 )
 
 

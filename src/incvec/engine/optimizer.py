@@ -42,7 +42,7 @@ def check_learning_rates(stages: Iterable[Stage], method: str) -> None:
         for group in stage.groups:
             if group.lr > torch.finfo(torch.float32).max:
                 raise ConfigError(
-                    f"a learning rate of {group.lr:g} (stage {stage.name!r} of {method}) exceeds the largest float32; "
+                    f"the learning rate {group.lr:g} (stage {stage.name!r} of {method}) exceeds the largest float32; "
                     "choose a smaller one."
                 )
 

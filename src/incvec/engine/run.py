@@ -112,8 +112,8 @@ class Run:
     def events(self, others_running: Callable[[], bool] = on_its_own) -> Generator[ev.Event, None, None]:
         """Train, evaluate and save; yields events on the way. On a GPU, all work is queued on a stream of its own.
 
-        `others_running` tells whether other runs hold device memory that they will release. Then a step that cannot be
-        captured for lack of memory raises `DeviceMemoryError`; otherwise the stage runs eagerly.
+        `others_running` returns whether other runs hold device memory that they will release. If so, a step that cannot
+        be captured for lack of memory raises `DeviceMemoryError`; if not, the stage runs eagerly.
         """
         events = self._events(others_running)
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
