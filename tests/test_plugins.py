@@ -22,7 +22,7 @@ from incvec.errors import ConfigError
 from incvec.methods import METHODS, find_method
 from incvec.methods.finetune import Finetune
 from incvec.presets import preset, resolve
-from incvec.registry import DATASETS, PRESETS, Registry, load_plugin, register_addon, register_method
+from incvec.registry import DATASETS, PRESETS, Registry, load_plugin, register_addon, register_dataset, register_method
 from tests.conftest import make_run, quick
 
 CLASSES = """
@@ -61,7 +61,7 @@ class Counting(AddOn):
         return {"task": self.method.task.index}
 """
 REGISTER = """
-from incvec.registry import register_addon, register_method
+from incvec.registry import register_addon, register_dataset, register_method
 
 register_method(Scaled, preset={"datasets": {"digits": {"net": "tiny", "epochs": 2, "batch_size": 64, "factor": 3.0}}})
 register_addon(Counting)
@@ -148,6 +148,9 @@ def test_installed_package(how: str, tmp_path: Path) -> None:
     assert (record["method"], record["dataset"]) == ("scaled", "digits")
     assert record["config"]["ivt"]["interval"] == 1  # the package's preset of a built-in add-on
     assert record["statistics"][2]["counting"] == {"task": 2}
+    code = "from incvec.registry import DATASETS; print(DATASETS['few'].summary)"
+    shown = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert "handwritten digits" in shown.stdout
 
 
 def named(base: type, **attributes: Any) -> Any:
@@ -159,6 +162,9 @@ def test_names_of_built_ins_are_refused() -> None:
         register_method(named(Finetune, name="podnet"))
     with pytest.raises(ConfigError, match="add-on name 'ivt' is built in"):
         register_addon(named(AddOn, name="ivt"))
+    register_dataset("mine", "one")
+    with pytest.raises(ConfigError, match="data set name 'mine' is registered already"):
+        register_dataset("mine", "other")
     register_method(named(Finetune, name="mine", __module__="one"))
     with pytest.raises(ConfigError, match="method name 'mine' is registered already"):
         register_method(named(Finetune, name="mine", __module__="other"))

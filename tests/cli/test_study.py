@@ -197,7 +197,7 @@ def test_errors_are_one_message(runs: FinishedRuns, tmp_path: Path) -> None:
         assert "incvec run --method podnet" in message
     for kind in ("plane", "all"):
         message = refused(kind, runs.plain, "--ivt", tmp_path / "none", "--oracle", runs.oracle)
-        assert "never made. Run first:\n  incvec run --method podnet --addon ivt" in message
+        assert "never trained. Run first:\n  incvec run --method podnet --addon ivt" in message
     assert "there is no task 9 in" in refused("plane", runs.plain, "--ivt", runs.ivt, "--task", 9)
 
 

@@ -143,6 +143,8 @@ def test_command_with_changes() -> None:
     )
     lite = resolve({"method": "flyp", "dataset": "cifar100", "variant": "lite"}).resolved()
     assert run_command(lite).endswith("--data-root DATA --variant lite")
+    slower = resolve({"method": "ssre", "dataset": "cifar100", "ssre": {"lr": 2e-4, "base_lr": 1e-3}}).resolved()
+    assert run_command(slower).endswith("--set ssre.lr=0.0002 --set ssre.base_lr=0.001")  # not the changed lr
 
 
 def test_another_base_is_another_experiment() -> None:
@@ -192,7 +194,7 @@ def test_truncated_record_is_rejected(tmp_path: Path) -> None:
 
 
 def test_no_records(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no record lies in"):
+    with pytest.raises(DataError, match="there is no record in"):
         load_runs([tmp_path])
     with pytest.raises(DataError, match="does not exist"):
         load_runs([tmp_path / "nowhere"])

@@ -42,11 +42,6 @@ def merge(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
     return torch.lerp(old, new.to(old), share)
 
 
-def class_outputs(logits: Tensor, n_seen: int) -> Tensor:
-    """Use `Method.class_logits`: this goes once the study does."""
-    return logits[:, :: logits.shape[1] // n_seen]
-
-
 def float_tensors(model: nn.Module) -> Tensors:
     """The live floating-point parameters and buffers of a model, by name."""
     return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}

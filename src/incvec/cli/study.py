@@ -24,14 +24,13 @@ from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError, check_out
 from incvec.records import read_record, readable
 from incvec.study.figures import find_figures, redraw, write_figure
+from incvec.study.figures.tables import TABLES
 from incvec.study.geometry.curvature import run_curvature
 from incvec.study.geometry.evaluation import Backend, BatchNormMode, EvaluationOptions, Progress
 from incvec.study.geometry.gap import oracle_gap
 from incvec.study.geometry.paths import run_paths
 from incvec.study.geometry.planes import check_addon, run_plane
-from incvec.study.geometry.snapshots import check_exists, first_task, last_task, run_config, run_metadata
-from incvec.study.geometry.tables import TABLES
-from incvec.study.runs import run_command
+from incvec.study.geometry.snapshots import first_task, last_task, require_ivt, run_config, run_metadata
 
 app = typer.Typer(no_args_is_help=True, help="Figures of finished runs: paths, trade-off, plane, gap, curvature.")
 Start = Literal["oracle", "own"]
@@ -276,12 +275,7 @@ def paths(
     """The data of the paths to each end, once the run given with --ivt is known to be one with IVT."""
     everyone = list(runs)
     if ivt is not None:
-        config = run_config(runs[0])
-        addons = (*(name for name in config.addons if name != "ivt"), "ivt")
-        command = run_command(config.resolved(), addons=addons)
-        check_exists(ivt, command)
-        if "ivt" not in run_config(ivt).addons:
-            raise DataError(f"{ivt} was trained without the add-on ivt. Run first:\n  {command}")
+        require_ivt(ivt, run_config(runs[0]))
         everyone.append(ivt)
     options = common.evaluation(points, start)
     with common.evaluating(everyone[0]) as (data, progress):

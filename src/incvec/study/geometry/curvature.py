@@ -26,7 +26,15 @@ from incvec.errors import DataError
 from incvec.ivt.transform import block_scale, scale
 from incvec.study.geometry.evaluation import EvaluationOptions, Progress, StateEvaluator
 from incvec.study.geometry.paths import positions
-from incvec.study.geometry.snapshots import Snapshot, describe_run, first_task, last_task, load_snapshot, run_config
+from incvec.study.geometry.snapshots import (
+    Snapshot,
+    describe_run,
+    first_task,
+    last_task,
+    load_snapshot,
+    require_ivt,
+    run_config,
+)
 from incvec.study.geometry.states import State, distance
 from incvec.study.runs import run_command
 
@@ -38,11 +46,7 @@ def run_curvature(
 ) -> dict[str, Any]:
     """The data of the curvature figure: all tasks of one run with IVT, counted from 0."""
     config = run_config(run)
-    if "ivt" not in config.addons:
-        raise DataError(
-            f"{run} was trained without the add-on ivt, whose Fisher is needed here. Run first:\n  "
-            + run_command(config.resolved(), addons=(*config.addons, "ivt"))
-        )
+    require_ivt(run, config)
     first, last = first_task(run), last_task(run)
     if last == first:
         command = run_command(config.resolved(), run)

@@ -22,7 +22,7 @@ from torch import nn
 from incvec.data import Dataset
 from incvec.errors import ConfigError
 from incvec.study.geometry.evaluation import EvaluationOptions, Progress, Scores, StateEvaluator
-from incvec.study.geometry.snapshots import check_runs, check_same_seed, describe_run, last_task, load_snapshot
+from incvec.study.geometry.snapshots import check_runs, describe_run, last_task, load_snapshot
 from incvec.study.geometry.states import State, distance, interpolate, matching_copy, preserved
 
 Value = TypeVar("Value")
@@ -101,14 +101,12 @@ def run_paths(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The data of the path figure: one curve per run, that of the oracle last. Tasks are counted from 0."""
-    everyone = check_runs(runs, oracle)
+    start = oracle if options.start == "oracle" else None
+    everyone = check_runs(runs, oracle, one_seed=start is not None)
     last = last_task(everyone[0]) if task_to is None else task_to
     if not 0 <= task_from < last:
         raise ConfigError(f"there is no path from task {task_from + 1} to task {last + 1}: use a later end.")
     started = time.monotonic()
-    start = oracle if options.start == "oracle" else None
-    if start is not None:
-        check_same_seed(everyone, "Choose --start own, or runs of one seed. ")
     curves = [
         {**description, **run_path(run, start or run, dataset, task_from, last, options, progress, description["name"])}
         for run, description in zip(everyone, distinct_names(everyone), strict=True)

@@ -27,18 +27,16 @@ from incvec.errors import ConfigError, DataError
 from incvec.study.geometry.evaluation import EvaluationOptions, Progress, StateEvaluator
 from incvec.study.geometry.paths import Value
 from incvec.study.geometry.snapshots import (
-    check_exists,
     check_runs,
-    check_same_seed,
     describe_run,
     first_task,
     load_snapshot,
     missing_snapshot,
+    require_run,
     run_config,
     snapshot_tasks,
 )
 from incvec.study.geometry.states import State, difference, distance, matching_copy, preserved, weighted_sum
-from incvec.study.runs import run_command
 
 
 @dataclass(frozen=True)
@@ -196,8 +194,7 @@ def check_plane(run: Path, addon_run: Path, oracle: Path | None, task: int, size
     if size < 2:
         raise ConfigError(f"a grid of {size} by {size} points is not possible: use 2 or more.")
     check_addon(run, addon_run)
-    everyone = check_runs([run, addon_run], oracle)
-    check_same_seed(everyone)
+    everyone = check_runs([run, addon_run], oracle, one_seed=True)
     for each in everyone:
         first = first_task(each)
         if first >= task:
@@ -213,10 +210,6 @@ def check_plane(run: Path, addon_run: Path, oracle: Path | None, task: int, size
 def check_addon(run: Path, addon_run: Path) -> None:
     """Refuse a second run that does not exist, or that has the add-ons of the first."""
     config = run_config(run)
-    plain = tuple(name for name in config.addons if name != "ivt")
-    check_exists(addon_run, run_command(config.resolved(), addon_run, addons=(*plain, "ivt")))
-    if config.addons == run_config(addon_run).addons:
-        raise DataError(
-            f"{run} and {addon_run} have the same add-ons: give the plain run, and one with an add-on. Run first:\n  "
-            + run_command(config.resolved(), addons=("ivt",))
-        )
+    problem = f"has the same add-ons as {run}: give the plain run, and one with an add-on"
+    addons = (*(name for name in config.addons if name != "ivt"), "ivt")
+    require_run(addon_run, config, lambda c: c.addons != config.addons, problem, addons=addons)

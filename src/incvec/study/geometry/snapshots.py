@@ -203,62 +203,57 @@ def check_run_folder(path: Path) -> None:
             raise DataError(f"{path} is not the folder of a run: expected one that contains snapshots{example}.")
 
 
-def check_exists(run: Path, command: str) -> None:
+def require_run(run: Path, like: RunConfig, valid: Callable[[RunConfig], bool], problem: str, **changes: Any) -> None:
+    """Refuse a folder without a run, or with a run that is not `valid`.
+
+    The error has the command that makes the run needed: the configuration `like` with some fields changed.
+    """
     if not snapshot_tasks(run):
-        raise DataError(f"there are no snapshots in {run}: this run was never made. Run first:\n  {command}")
+        command = run_command(like.resolved(), run, **changes)
+        raise DataError(f"there are no snapshots in {run}: this run was never trained. Run first:\n  {command}")
+    if not valid(run_config(run)):
+        raise DataError(f"{run} {problem}. Run first:\n  {run_command(like.resolved(), **changes)}")
 
 
-def check_comparable(run: Path, other: Path) -> None:
-    """Refuse two runs whose parameters cannot be compared: another method, network, stream or data."""
+def require_ivt(run: Path, like: RunConfig) -> None:
+    addons = (*(name for name in like.addons if name != "ivt"), "ivt")
+    require_run(run, like, lambda c: "ivt" in c.addons, "was trained without the add-on ivt", addons=addons)
+
+
+def check_runs(runs: Sequence[Path], oracle: Path | None, one_seed: bool = False) -> list[Path]:
+    """All runs, the oracle last; refuses runs whose parameters cannot be compared.
+
+    `one_seed` also refuses runs of several seeds, which did not start at the same model.
+    """
+    if not runs:
+        raise ConfigError("no run was given: name the folder of one, such as runs/digits-podnet-3-s0.")
+    if oracle is not None:
+        problem = "is not an oracle: it was trained without the images of the past"
+        require_run(oracle, run_config(runs[0]), lambda c: c.oracle, problem, oracle=True, addons=())
+    everyone = [*runs, *([oracle] if oracle is not None and oracle not in runs else [])]
+    for other in everyone[1:]:
+        check_comparable(everyone[0], other, one_seed)
+    return everyone
+
+
+def check_comparable(run: Path, other: Path, one_seed: bool) -> None:
     metadata = run_metadata(run), run_metadata(other)
     first, second = (resolve(each["config"]) for each in metadata)
-    properties = {
+    properties: dict[str, tuple[Any, ...]] = {
         "method": (first.method, second.method),
         "network": tuple(config.sections[config.method].get("net") for config in (first, second)),
         "class order": tuple(each["class_order"] for each in metadata),
         "number of base classes": (first.base_classes, second.base_classes),
         "number of tasks": (first.tasks, second.tasks),
         "images": tuple(each["fingerprint"] for each in metadata),
+        "seeds": (first.seed, second.seed) if one_seed else (),
     }
-    for name, (mine, theirs) in properties.items():
-        if mine != theirs:
-            values = f" ({mine} and {theirs})" if name not in ("class order", "images") else ""
-            changes: dict[str, Any] = {"addons": second.addons, "oracle": second.oracle, "seed": second.seed}
-            raise DataError(
-                f"{run} and {other} differ in their {name}{values}: their parameters cannot be compared. Run first:\n  "
-                + run_command(first.resolved(), **changes)
-            )
-
-
-def check_same_seed(runs: Sequence[Path], advice: str = "") -> None:
-    """Refuse runs of several seeds, which did not start at the same model."""
-    first = run_config(runs[0])
-    for run in runs[1:]:
-        other = run_config(run)
-        if other.seed != first.seed:
-            raise DataError(
-                f"{runs[0]} and {run} differ in their seeds ({first.seed} and {other.seed}): they did not start at the "
-                f"same model. {advice}Run first:\n  {run_command(other.resolved(), seed=first.seed)}"
-            )
-
-
-def check_runs(runs: Sequence[Path], oracle: Path | None) -> list[Path]:
-    """All runs, the oracle last; refuses an oracle that is none, and runs that cannot be compared."""
-    if not runs:
-        raise ConfigError("no run was given: name the folder of one, such as runs/digits-podnet-3-s0.")
-    if oracle is not None:
-        config = run_config(runs[0]).resolved()
-        if not snapshot_tasks(oracle):
-            raise DataError(
-                f"there are no snapshots of an oracle in {oracle}: it was never trained. Run first:\n  "
-                + run_command(config, oracle, oracle=True, addons=())
-            )
-        if not run_config(oracle).oracle:
-            raise DataError(
-                f"{oracle} is not an oracle: it was trained without the images of the past. Run first:\n  "
-                + run_command(config, oracle=True, addons=())
-            )
-    everyone = [*runs, *([oracle] if oracle is not None and oracle not in runs else [])]
-    for other in everyone[1:]:
-        check_comparable(everyone[0], other)
-    return everyone
+    for name, values in properties.items():
+        if len(set(map(str, values))) > 1:
+            text = "" if name in ("class order", "images") else f" ({values[0]} and {values[1]})"
+            reason = "their parameters cannot be compared."
+            if name == "seeds":
+                reason = "they did not start at the same model. Use runs of one seed, or --start own for paths."
+            seed = first.seed if one_seed else second.seed
+            command = run_command(first.resolved(), addons=second.addons, oracle=second.oracle, seed=seed)
+            raise DataError(f"{run} and {other} differ in their {name}{text}: {reason} Run first:\n  {command}")
