@@ -99,7 +99,9 @@ def test_other_settings_in_the_same_folder_are_refused(finished: Finished) -> No
 
 def test_other_method_in_the_same_folder_is_refused_briefly(finished: Finished) -> None:
     text = message(invoke("run", "--method", "finetune", "--dataset", "digits", "--out", finished[0]))
-    assert "(method: 'podnet' -> 'finetune'; addons: ['ivt'] -> []; finetune: section added; ivt: section removed" in text
+    assert (
+        "(method: 'podnet' -> 'finetune'; addons: ['ivt'] -> []; finetune: section added; ivt: section removed" in text
+    )
     assert len(text) - len(str(finished[0])) < 400
 
 
