@@ -72,14 +72,14 @@ def test_adapters_are_where_the_page_says() -> None:
 
 
 def test_list_of_methods_is_current() -> None:
-    assert (DOCS / "methods.md").read_text() == catalog.catalog(RESULTS), (
+    assert (DOCS / "methods.md").read_text() == catalog.render(RESULTS), (
         "docs/methods.md is stale: python -m incvec.study.catalog > docs/methods.md"
     )
 
 
 def test_readme_tables_are_current() -> None:
     text = (ROOT / "README.md").read_text()
-    assert text == catalog.renewed(text, RESULTS), (
+    assert text == catalog.update_readme(text, RESULTS), (
         "the README's tables are stale: python -m incvec.study.catalog --readme README.md"
     )
     generated = text.partition(catalog.BEGIN)[2].partition(catalog.END)[0]

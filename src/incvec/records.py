@@ -189,7 +189,7 @@ def _meant_as_record(file: Path) -> bool:
     return isinstance(content, dict) and sum(key in content for key in REQUIRED) > len(REQUIRED) // 2
 
 
-def title(record: dict[str, Any]) -> str:
+def title(record: Mapping[str, Any]) -> str:
     """`podnet + ivt`, `podnet oracle`."""
     text = " + ".join([record["method"], *record["addons"]])
     return f"{text} oracle" if record["oracle"] else text

@@ -182,13 +182,13 @@ def test_what_a_method_measures_before_training_stays_before_the_merge(few: Data
 
 
 def test_prototypes_are_those_of_the_merged_model(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
-    from incvec.methods.common import extract
+    from incvec.methods.common import extract_features
 
     run = run_on(few, tmp_path, "pass", "cofima")
     method, task = run.parts.method, run.parts.tasks[2]
     assert isinstance(method, ImageMethod)
     rows = method.rows_of(task.classes)
-    features = extract(method.model, run.parts.world, rows)
+    features = extract_features(method.model, run.parts.world, rows)
     labels = run.parts.world.train.labels[rows]
     for label in task.classes:
         assert torch.allclose(method.store["prototypes"][label], features[labels == label].mean(0), atol=1e-5)

@@ -184,7 +184,7 @@ def test_run_names() -> None:
         (["--method", "podnet", "--addon", "itv"], "unknown add-on 'itv'. Did you mean 'ivt'?"),
         (["--method", "podnet", "--dataset", "cifar10"], "Did you mean 'cifar100'?"),
         (["--method", "podnet", "--dataset", "cifar100"], "Give it with --data-root DIR or the variable INCVEC_DATA."),
-        (["--method", "podnet", "--set", "image_size=32"], "image_size is for the data sets folder, packed, imagenet"),
+        (["--method", "podnet", "--set", "image_size=32"], "has no option 'image_size'. It is an option of folder"),
         (["--method", "podnet", "--set", "podnet.epocs=1"], "unknown setting podnet.epocs. Did you mean 'epochs'?"),
         (["--method", "podnet", "--set", "sed=1"], "unknown setting 'sed'. Did you mean 'seed'?"),
         (["--method", "podnet", "--set", "zzz=1"], "unknown setting 'zzz'. Known settings: addons, base_classes"),

@@ -33,7 +33,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(store: Path, out: Path, placement: str, given: dict[str, Any]) -> Run:
     config = resolve({**given, "dataset": "packed"})
-    return Run(config, load_dataset("packed", store, size=config.image_size, placement=placement), out, None)
+    return Run(config, load_dataset("packed", store, image_size=config.image_size, placement=placement), out, None)
 
 
 @pytest.mark.parametrize(("method", "addons"), [("podnet", ("ivt",)), ("pass", ()), ("fcs", ()), ("bic", ())])

@@ -19,7 +19,7 @@ from incvec.engine.run import Run, finish
 from incvec.errors import ConfigError
 from incvec.methods import find_method
 from incvec.methods.dual import DualMethod
-from incvec.methods.flyp import FLYP, contrastive
+from incvec.methods.flyp import FLYP, contrastive_loss
 from incvec.methods.spu import SPU, row_energy, top_mask
 from incvec.nets.dual import Dual
 from incvec.presets import resolve
@@ -52,7 +52,7 @@ def test_the_contrastive_loss() -> None:
     rows: list[list[float]] = similarities.tolist()
     columns = [list(column) for column in zip(*rows, strict=True)]
     wanted = (cross_entropy(rows, list(range(5))) + cross_entropy(columns, list(range(5)))) / 2
-    assert contrastive(similarities).item() == pytest.approx(wanted, rel=1e-5)
+    assert contrastive_loss(similarities).item() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_equal_captions_may_share_the_target() -> None:
@@ -62,12 +62,12 @@ def test_equal_captions_may_share_the_target() -> None:
         for i, row in enumerate(matrix):
             equal = [j for j in range(4) if labels[j] == labels[i]]
             total += sum(cross_entropy([row], [j]) for j in equal) / len(equal)
-    assert contrastive(similarities, torch.tensor(labels)).item() == pytest.approx(total / 8, rel=1e-5)
+    assert contrastive_loss(similarities, torch.tensor(labels)).item() == pytest.approx(total / 8, rel=1e-5)
 
 
 def test_images_of_one_class_leave_the_loss_at_log_m() -> None:
     perfect = 50 * torch.block_diag(torch.ones(3, 3), torch.ones(3, 3))
-    assert contrastive(perfect).item() == pytest.approx(math.log(3), rel=1e-4)
+    assert contrastive_loss(perfect).item() == pytest.approx(math.log(3), rel=1e-4)
 
 
 @pytest.mark.parametrize("oracle", [False, True])
@@ -153,7 +153,7 @@ def test_where_the_towers_rest_each_test_image_is_encoded_once(
     monkeypatch.setattr(DualMethod, "encode", counting)
     record = finish(make_run(few, tmp_path / "once", quick(method)))
     assert sum(counts) == len(few.test_labels)
-    monkeypatch.setattr(find_method(method), "rests", False)
+    monkeypatch.setattr(find_method(method), "frozen_encoder", False)
     counts.clear()
     again = finish(make_run(few, tmp_path / "anew", quick(method)))
     assert sum(counts) == len(few.test_labels) * (2 + 4 + 6) / 6
@@ -321,11 +321,11 @@ def test_spu_scores_are_summed_gradients(few: Dataset, tmp_path: Path) -> None:
         for parameter, gradient in zip(named.values(), found, strict=True):
             parameter.grad = gradient
         method.gradients(named)
-    for name in method.masked():
+    for name in [name for name, p in method.candidates().items() if p.dim() > 1]:
         torch.testing.assert_close(method.store[f"score.{name}"], total[name], rtol=1e-3, atol=1e-4)
     method.end_stage(method.task, score)
     method.gradients(named)
-    for name in method.masked():
+    for name in [name for name, p in method.candidates().items() if p.dim() > 1]:
         gradient = named[name].grad
         assert gradient is not None
         assert torch.equal(gradient != 0, method.store[f"mask.{name}"])

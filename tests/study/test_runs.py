@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from incvec.study.runs import run_rows, runs_table
-from tests.study.samples import sample
+from incvec.errors import DataError
+from incvec.presets import changed_settings, resolve
+from incvec.study.runs import addon_changes, host_changes, load_runs, run_command, run_rows, runs_table
+from tests.study.samples import sample, write
 
 
 def test_runs_with_other_settings_show_them() -> None:
@@ -118,3 +123,86 @@ def test_long_names_and_settings_leave_numbers_visible() -> None:
     for row in found:
         assert f"{row.AA:.2f}  {row.LA:.2f}  {row.FM:.2f}" in text.getvalue()
     assert "ivt.batchnorm=recalibrate" in text.getvalue()
+
+
+# Settings and commands ----------------------------------------------------------------------------------------
+
+
+def test_command_of_a_run() -> None:
+    record = sample("podnet", "ivt", seed=2, oracle=True, order_seed=7, ivt={"interval": 5}, podnet={"lr": 0.05})
+    assert run_command(record["config"]) == (
+        "incvec run --method podnet --addon ivt --dataset cifar100 --tasks 5 --seed 2 --data-root DATA --oracle "
+        "--set order_seed=7 --set podnet.lr=0.05 --set ivt.interval=5"
+    )
+
+
+def test_command_with_changes() -> None:
+    config = resolve({"method": "podnet", "addons": ["ivt"], "ivt": {"interval": 5}, "podnet": {"lr": 0.07}}).resolved()
+    assert run_command(config, "runs/a b", addons=[], oracle=True, seed=3) == (
+        "incvec run --method podnet --dataset digits --tasks 3 --seed 3 --oracle --set podnet.lr=0.07 --out 'runs/a b'"
+    )
+    lite = resolve({"method": "flyp", "dataset": "cifar100", "variant": "lite"}).resolved()
+    assert run_command(lite).endswith("--data-root DATA --variant lite")
+    slower = resolve({"method": "ssre", "dataset": "cifar100", "ssre": {"lr": 2e-4, "base_lr": 1e-3}}).resolved()
+    assert run_command(slower).endswith("--set ssre.lr=0.0002 --set ssre.base_lr=0.001")  # not the changed lr
+
+
+def test_another_base_is_another_experiment() -> None:
+    assert changed_settings(sample(base_classes=40)["config"]) == {"base_classes": 40}
+    assert changed_settings(sample(seed=3, tasks=10, device="cpu", engine="eager")["config"]) == {}
+
+
+def test_changes_of_host_and_addon() -> None:
+    record = sample("podnet", "ivt", order_seed=7, ivt={"interval": 5}, podnet={"memory": 5})
+    assert host_changes(record) == {"order_seed": 7, "podnet.memory": 5}
+    assert addon_changes(record) == {"ivt.interval": 5}
+
+
+# Reading ------------------------------------------------------------------------------------------------------
+
+
+def broken(**changes: Any) -> dict[str, Any]:
+    return {**sample(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (broken(metrics={**sample()["metrics"], "LA": 99.0}), "was altered: LA is 99.0, the matrix gives"),
+        (broken(metrics={**sample()["metrics"], "FM": None}), "was altered: FM is None"),
+        (broken(metrics={"AA": 1.0}), "its metrics have None for LA"),
+        (broken(metrics={**sample()["metrics"], "a": [1.0]}), "broken record"),
+        (broken(accuracy=[[80.0], [70.0, 120.0]]), "broken record: "),
+        (broken(accuracy="none"), "accuracy is a str, a list was expected"),
+        (broken(config=None), "config is a NoneType, a dict was expected"),
+        (broken(environment=None), "lacks environment"),
+        ({key: value for key, value in sample().items() if key != "accuracy"}, "lacks accuracy"),
+    ],
+)  # fmt: skip
+def test_inconsistent_record_is_rejected(record: dict[str, Any], words: str, tmp_path: Path) -> None:
+    write(tmp_path, {"good": sample(seed=1), "bad": record})
+    with pytest.raises(DataError, match=re.escape(words)) as raised:
+        load_runs([tmp_path])
+    assert str(tmp_path / "bad" / "record.json") in str(raised.value)
+
+
+def test_truncated_record_is_rejected(tmp_path: Path) -> None:
+    write(tmp_path, {"good": sample()})
+    (tmp_path / "cut.json").write_text(json.dumps(sample(seed=1))[:500])
+    with pytest.raises(DataError, match=r"cut\.json is not a record"):
+        load_runs([tmp_path])
+
+
+def test_no_records(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no record in"):
+        load_runs([tmp_path])
+    with pytest.raises(DataError, match="does not exist"):
+        load_runs([tmp_path / "nowhere"])
+
+
+def test_copies_are_read_once_and_two_results_are_rejected(tmp_path: Path) -> None:
+    write(tmp_path, {"a": sample(), "copy": sample()})
+    assert len(load_runs([tmp_path])) == 1
+    write(tmp_path, {"b": sample(fall=2.0)})
+    with pytest.raises(DataError, match="two results of the same run"):
+        load_runs([tmp_path])

@@ -22,8 +22,8 @@ def test_markdown(table: Table) -> None:
     assert table.markdown().splitlines() == [
         "| run | AA ↑ ours | AA ↑ diff | set | last one |",
         "|---|---:|---:|---|---:|",
-        r"| A & B_1 | 1.50 ± 0.71 | −0.50 | `x=#1\|2` | – |",
-        r"| [b]<i> | 1.50 ± 0.71 | −0.50 | `x=#1\|2` | – |",
+        r"| A & B_1 | 1.50 ± 0.71 | -0.50 | `x=#1\|2` | – |",
+        r"| [b]<i> | 1.50 ± 0.71 | -0.50 | `x=#1\|2` | – |",
     ]
 
 

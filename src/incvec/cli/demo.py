@@ -18,7 +18,8 @@ from incvec.errors import check_out
 from incvec.metrics import weighted_mean
 from incvec.presets import resolve
 from incvec.study import style
-from incvec.study.geometry import path, positions, snapshot_model, task_accuracy
+from incvec.study.figures.canvas import legend_below, new_figure, plot_run, style_axes
+from incvec.study.geometry import load_snapshot, path, positions, task_accuracy
 from incvec.study.runs import run_rows, runs_table
 
 POINTS = 51
@@ -79,35 +80,27 @@ def run_demo(out: Path, seed: int, console: Console, changes: Mapping[str, Any] 
 def first_task_path(run: Path, data: Dataset) -> list[float]:
     """Accuracy on the first task's test images, from the model after that task to the run's last model."""
     last = len(list((run / "snapshots").glob("task-*.safetensors"))) - 1
-    start = snapshot_model(run, 0, data, grow_to=last)
-    end = snapshot_model(run, last, data)
+    start = load_snapshot(run, 0, data, grow_to=last)
+    end = load_snapshot(run, last, data)
     return path(end.model, start.state(), end.state(), task_accuracy(end), POINTS)
 
 
 def draw(records: Sequence[Mapping[str, Any]], paths: Mapping[str, Sequence[float]], file: Path) -> None:
     """Left: accuracy after each task. Right: accuracy along the paths."""
-    figure, ((left, right),) = style.new_figure(1, 2, 11, 4.6)
-    looks = {}
-    for record, (name, given) in zip(records, RUNS.items(), strict=True):
-        looks[name] = look = style.look(given["method"], given.get("addons", ()), "oracle" in given)
+    figure = new_figure(11, 4.6)
+    left, right = figure.subplots(1, 2)
+    for record, name in zip(records, RUNS, strict=True):
         values = [weighted_mean(row, record["test_counts"]) for row in record["accuracy"]]
-        plot(left, range(1, len(values) + 1), values, look, markevery=1)
+        plot_run(left, range(1, len(values) + 1), values, style.run_style(name))
     left.set_xticks(range(1, len(records[0]["accuracy"]) + 1))
-    style.tidy(left, "Accuracy on all classes seen so far, %", "tasks learned")
+    style_axes(left, "Accuracy on all classes seen so far, %", "tasks learned")
     for name, curve in paths.items():
-        plot(right, positions(len(curve)), curve, looks[name], markevery=[len(curve) - 1])
+        plot_run(right, positions(len(curve)), curve, style.run_style(name), markevery=[len(curve) - 1])
     right.plot(0, next(iter(paths.values()))[0], color="black", marker="o", markersize=6)
     right.set_ylim(min(80, *(min(curve) - 2 for curve in paths.values())), 101.5)
     right.locator_params(axis="y", integer=True)
     right.set_xticks([0, 0.25, 0.5, 0.75, 1], ["first\nmodel", "¼", "½", "¾", "last\nmodel"])
-    style.tidy(right, "Accuracy on the first task's classes, %", "position on the straight line between the models")
-    style.legend_below(figure, left)
+    style_axes(right, "Accuracy on the first task's classes, %", "position on the straight line between the models")
+    legend_below(figure, left)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
-
-
-def plot(axes: Any, x: Sequence[float] | range, y: Sequence[float], look: style.Look, markevery: Any) -> None:
-    axes.plot(
-        x, y, color=look.color, dashes=look.dashes or (None, None), linewidth=2, label=look.label, marker=look.marker,
-        markevery=markevery, markersize=look.size,
-    )  # fmt: skip

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from incvec.cli.common import PluginFiles, load_plugins
-from incvec.study.catalog import everything, line_below
+from incvec.study.catalog import everything, second_line
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -56,7 +56,7 @@ def list_(
         width = max(len(entry["name"]) for entry in entries)
         for entry in entries:
             line = Text("  ").append(entry["name"].ljust(width), "cyan").append(f"  {entry['summary']}")
-            if below := line_below(entry):
+            if below := second_line(entry):
                 line.append(f"\n{' ' * (width + 4)}{below}", "dim")
             console.print(line, soft_wrap=True)
         console.print()

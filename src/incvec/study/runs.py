@@ -33,9 +33,9 @@ class RunRecord:
     record: Record = field(repr=False)
 
     @property
-    def name(self) -> str:
+    def title(self) -> str:
         """`podnet + ivt`, `podnet oracle`."""
-        return title(dict(self.record))
+        return title(self.record)
 
     @property
     def seed(self) -> Seed:
@@ -72,8 +72,8 @@ def load_runs(paths: Sequence[Path]) -> list[RunRecord]:
         other = runs.setdefault(digest(config), run)
         if other.record["accuracy"] != run.record["accuracy"]:
             raise DataError(
-                f"{other.path} and {run.path} are two results of the same run ({run.name}, {run.record['tasks']} tasks,"
-                f" seed {run.record['seed']}). Remove one of them."
+                f"{other.path} and {run.path} are two results of the same run ({run.title}, "
+                f"{run.record['tasks']} tasks, seed {run.record['seed']}). Remove one of them."
             )
     return list(runs.values())
 
@@ -118,7 +118,12 @@ def run_command(config: Mapping[str, Any], out: str | Path | None = None, **chan
     words += ["--dataset", config["dataset"], "--tasks", str(config["tasks"]), "--seed", str(config["seed"])]
     words += ["--data-root", "DATA"] if config["dataset"] != "digits" else []  # the digits are embedded
     words += ["--oracle"] if config["oracle"] else []
-    for key, value in changed_settings(config).items():
+    changed = changed_settings(config)
+    for section, _, key in [name.rpartition(".") for name in changed]:
+        base = (config.get(section) or {}).get(f"base_{key}")
+        if base is not None:  # without it, the base task would follow the changed setting
+            changed.setdefault(f"{section}.base_{key}", base)
+    for key, value in changed.items():
         words += ["--variant", value] if key == "variant" else ["--set", f"{key}={yaml_value(value)}"]
     words += ["--out", str(out)] if out is not None else []
     return shlex.join(words)
@@ -190,7 +195,7 @@ def run_rows(records: Sequence[Record], paths: Sequence[str] | None = None) -> l
     """One row per record, in the given order."""
     rows = [
         RunRow(
-            run=title(dict(record)),
+            run=title(record),
             dataset=record["dataset"],
             tasks=record["tasks"],
             seed=record["seed"],

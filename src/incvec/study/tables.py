@@ -27,7 +27,7 @@ MAX_NAME = 100  # characters of a file name, without its ending
 COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "–": "--", "·": r"$\cdot$",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--", "·": r"$\cdot$",
     "↑": r"$\uparrow$", "↓": r"$\downarrow$", "<": r"\textless{}", ">": r"\textgreater{}",
 }  # fmt: skip
 
@@ -61,7 +61,7 @@ class Row:
 
 
 class Table:
-    """Columns, rows, a title above and a note below; `name` is its HTML id, LaTeX label and file name."""
+    """Columns, rows, a title above and a note below; `slug` is its HTML id, LaTeX label and file name."""
 
     def __init__(
         self,
@@ -69,22 +69,22 @@ class Table:
         rows: Iterable[Row | Sequence[Cell | str]],
         title: str = "",
         note: str = "",
-        name: str = "",
+        slug: str = "",
     ) -> None:
         self.columns = [Column(each, numeric=False) if isinstance(each, str) else each for each in columns]
         self.rows = [row if isinstance(row, Row) else make_row(*row) for row in rows]
         self.title = title
         self.note = note
-        self.name = safe_name(name) if name else ""
+        self.slug = safe_name(slug) if slug else ""
 
     def texts(self) -> list[list[str]]:
         """The cells' text, row by row."""
         return [[cell.text for cell in row.cells] for row in self.rows]
 
-    def markdown(self) -> str:
-        """Without title and note; a group's heading is repeated before each of its columns."""
+    def markdown(self, align: bool = True) -> str:
+        """Without title and note; numbers to the right if `align`."""
         lines = ["| " + " | ".join(f"{column.group} {column.heading}".strip() for column in self.columns) + " |"]
-        lines.append("|" + "|".join("---:" if column.numeric else "---" for column in self.columns) + "|")
+        lines.append("|" + "|".join("---:" if align and column.numeric else "---" for column in self.columns) + "|")
         for row in self.rows:
             texts = [cell.text.replace("|", "\\|") for cell in row.cells]
             shown = [f"`{text}`" if cell.code else text for cell, text in zip(row.cells, texts, strict=True)]
@@ -94,7 +94,7 @@ class Table:
     def latex(self) -> str:
         """A table environment; requires booktabs, and array if a column breaks."""
         lines = [r"\begin{table}[t]", r"\centering", rf"\caption{{{escape_latex(f'{self.title}. {self.note}')}}}"]
-        lines += [rf"\label{{tab:{self.name}}}"]
+        lines += [rf"\label{{tab:{self.slug}}}"]
         kinds = "".join(self._latex_kind(place) for place in range(len(self.columns)))
         lines += [rf"\begin{{tabular}}{{@{{}}{kinds}@{{}}}}", r"\toprule"]
         groups = self._groups()
@@ -111,7 +111,7 @@ class Table:
 
     def html(self, section: str = "") -> str:
         """Sortable by its headings; the title is left out if it is the section's own."""
-        lines = [f'<div class="table" id="{html.escape(self.name)}">']
+        lines = [f'<div class="table" id="{html.escape(self.slug)}">']
         lines += [f"<h3>{html.escape(self.title)}</h3>"] if self.title != section else []
         lines += [f'<p class="note">{html.escape(self.note)}</p>'] if self.note else []
         if any(row.dim for row in self.rows) and not all(row.dim for row in self.rows):
@@ -172,29 +172,26 @@ def make_row(*cells: Cell | str, dim: bool = False) -> Row:
 
 
 def number(value: float | None, form: str = ".2f", missing: str = MISSING) -> Cell:
-    return Cell(missing) if value is None else Cell(signed(value, form), value)
+    return Cell(missing) if value is None else Cell(format(value, form), value)
 
 
-def mean(values: Sequence[float], form: str = ".2f", error: bool = False, missing: str = MISSING) -> Cell:
-    """`65.30 ± 0.41`: the mean over seeds with its standard deviation, or with the standard error of the mean."""
+def mean(
+    values: Sequence[float], form: str = ".2f", error: bool = False, count: bool = False, missing: str = MISSING
+) -> Cell:
+    """`65.30 ± 0.41`: the mean over seeds with its standard deviation, or with the standard error of the mean; `count`
+    appends the number of seeds, `65.30 ± 0.41 (3)`."""
     if not values:
         return Cell(missing)
     average = statistics.mean(values)
-    text = signed(average, form)
+    text = format(average, form)
     if len(values) > 1:
         deviation = statistics.stdev(values)
-        text += f" ± {deviation / len(values) ** 0.5 if error else deviation:.2f}"
+        text += f" ± {deviation / len(values) ** 0.5 if error else deviation:.2f}" + f" ({len(values)})" * count
     return Cell(text, average)
 
 
-def code(text: str) -> Cell:
-    """Code, or a dash if there is none."""
-    return Cell(text or MISSING, code=bool(text))
-
-
-def signed(value: float, form: str) -> str:
-    """A number with a real minus sign."""
-    return format(value, form).replace("-", "−")
+def code(text: str, missing: str = MISSING) -> Cell:
+    return Cell(text or missing, code=bool(text))
 
 
 def duration(seconds: float) -> str:
@@ -218,7 +215,7 @@ def safe_name(text: str) -> str:
 
 
 def html_cell(cell: Cell, kind: str) -> str:
-    text = html.escape(cell.text)
+    text = html.escape(cell.text if cell.value is None else cell.text.replace("-", "−"))
     if cell.code and len(text) > LONG_CODE:  # may break between its words, but not within `--seed`
         words = [f"<span>{word}</span>" if len(word) <= LONG_CODE else word for word in text.split(" ")]
         text = f'<code class="long">{" ".join(words)}</code>'
@@ -237,9 +234,9 @@ def latex_cell(cell: Cell) -> str:
     text = COMMIT.sub(r"\1", cell.text)
     if cell.code:
         return rf"\texttt{{{escape_latex(text)}}}"
-    if match := re.fullmatch(r"([+−]?[\d.]+)(?: ± ([\d.]+))?", text):
-        value = match[1].replace("−", "-")
-        if match[2]:
-            return rf"${value}_{{\pm {match[2]}}}$"
-        return f"${value}$" if value[0] in "+-" else value
+    if match := re.fullmatch(r"([+-]?[\d.]+)(?: ± ([\d.]+))?( \(\d+\))?", text):
+        value, deviation, count = match[1], match[2], match[3] or ""
+        if deviation:
+            return rf"${value}_{{\pm {deviation}}}${count}"
+        return f"${value}${count}" if value[0] in "+-" else value + count
     return escape_latex(text)
