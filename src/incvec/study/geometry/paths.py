@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,8 +152,7 @@ def run_path(
     shared = [name for name in names if f"model.{name}" in first.saved["method"]]
     evaluator = StateEvaluator(end, options.images, backend=options.backend, batchnorm=options.batchnorm)
     xs = positions(options.points)
-    on_point = None if progress is None else (lambda done: progress(name, done, len(xs)))
-    scores = evaluator.evaluate([a, b], [(1 - x, x) for x in xs], on_point)
+    scores = evaluator.evaluate([a, b], [(1 - x, x) for x in xs], progress and partial(progress, name))
     length = distance(a, b, names)
     return {
         "start_run": start.name,
