@@ -152,9 +152,12 @@ class StateEvaluator:
 
     @torch.no_grad()
     def evaluate(
-        self, states: Sequence[State], weights: Sequence[Sequence[float]], progress: Callable[[int], None] | None = None
+        self,
+        states: Sequence[State],
+        weights: Sequence[Sequence[float]],
+        progress: Callable[[int, int], None] | None = None,
     ) -> Scores:
-        """Scores at sum_k w_k states[k] for every row w of `weights`; `progress` receives the number of points done."""
+        """Scores at sum_k w_k states[k] for every row w of `weights`; calls `progress(points done, points in all)`."""
         device = self.world.device
         corners = [{f"model.{name}": t.to(device) for name, t in state.items()} for state in states]
         correct = torch.zeros(len(weights), len(self.counts), dtype=torch.float64, device=device)
@@ -170,7 +173,7 @@ class StateEvaluator:
             if progress is not None:
                 if device.type == "cuda":
                     torch.cuda.current_stream().synchronize()  # report points that the device has finished
-                progress(done)
+                progress(done, len(weights))
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         return Scores((100 * correct / counts).tolist(), (loss / counts).tolist())
 
