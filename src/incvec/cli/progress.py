@@ -29,9 +29,6 @@ EPOCH_INTERVAL = 5.0  # seconds between two lines about epochs, without a termin
 SWEEP_INTERVAL = 10.0  # seconds between two summaries of a sweep, without a terminal
 
 
-# One run ------------------------------------------------------------------------------------------------------
-
-
 def follow(events: Iterator[ev.Event], console: Console | None = None) -> dict[str, Any]:
     """Drive a run to its end, display its progress and return its record."""
     console = console or Console()
@@ -158,9 +155,6 @@ class LiveDisplay(LogDisplay):
 
     def close(self) -> None:
         self.live.stop()
-
-
-# Several runs -------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -142,9 +142,6 @@ def run_sweep(
     return len(failed)
 
 
-# The plan -----------------------------------------------------------------------------------------------------
-
-
 def find_sweep(name: str) -> Path:
     """The file of a packaged sweep, or the user's own file."""
     packaged = sweeps()
@@ -207,9 +204,6 @@ def print_plan(planned: Plan, check: Check | None, out: Path, console: Console) 
         changed = changed_settings(resolved) | {key: resolved[key] for key in HANDLING if key in resolved}
         text = f"{state:8} {folder}  (device {config.device}, engine {config.engine}) {settings_text(changed)}"
         say(text.rstrip(), console=console)
-
-
-# Data ---------------------------------------------------------------------------------------------------------
 
 
 def data_key(config: RunConfig) -> str:

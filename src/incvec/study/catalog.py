@@ -26,17 +26,8 @@ from incvec.nets import backbones
 from incvec.nets.dual import DUALS
 from incvec.presets import presets, sweeps
 from incvec.records import find_records, read_record
-from incvec.study import style, summary
-from incvec.study.paper import (
-    Comparison,
-    Records,
-    compare_gains,
-    is_clip,
-    is_pretrained,
-    paper_rows,
-    standard_cells,
-    values_of,
-)
+from incvec.study import paper, style, summary
+from incvec.study.paper import Comparison, Records
 from incvec.study.runs import row_name
 from incvec.study.tables import Table, mean
 
@@ -153,7 +144,6 @@ def incompatible_methods(addon: str) -> str:
 
 def details(name: str, results: Sequence[Result]) -> list[str]:
     """The section of a component: its paper, presets and results."""
-    paper = find_component(name).paper
     known: dict[str, list[str]] = {}
     for row in presets():
         if row["component"] == name:
@@ -161,7 +151,7 @@ def details(name: str, results: Sequence[Result]) -> list[str]:
     datasets = [
         dataset + (f" (variants {codes(variants)})" if variants else "") for dataset, variants in sorted(known.items())
     ]
-    lines = [f"### {name}", f"{link(paper)}. Presets: {', '.join(datasets) or 'none'}."]
+    lines = [f"### {name}", f"{link(find_component(name).paper)}. Presets: {', '.join(datasets) or 'none'}."]
     return [*lines, "\n".join(f"- {result}" for result in results)] if results else lines
 
 
@@ -176,14 +166,14 @@ def judge_accuracy(dataset: str, tasks: int, records: Records) -> Result:
     own = [record for record in records if (record["dataset"], record["tasks"]) == (dataset, tasks)]
     method = own[0]["method"]
     run = f"{style.dataset(dataset)}, {tasks} tasks"
-    paper = paper_rows(dataset, method).get(method, {}).get(tasks)
-    cell = standard_cells(dataset, own).get((method, tasks))
+    published = paper.paper_rows(dataset, method).get(method, {}).get(tasks)
+    cell = paper.standard_cells(dataset, own).get((method, tasks))
     if cell is None:
-        other_model = any(is_pretrained(r) and not is_clip(r) for r in own)
+        other_model = any(paper.is_pretrained(r) and not paper.is_clip(r) for r in own)
         return Result(run, NOT_CLIP if other_model else "run with other settings")
-    if paper is None:
+    if published is None:
         return Result(run, "run, not in the paper")
-    average, last = (Comparison(values_of(cell, metric), paper[n]) for n, metric in enumerate(("AA", "LA")))
+    average, last = (Comparison(paper.values_of(cell, metric), published[n]) for n, metric in enumerate(("AA", "LA")))
     known = [value for value in (average, last) if value.difference is not None]
     reached = all((value.difference or 0) >= -MAX_SHORTFALL for value in known)
     shown, metric = (average, "AA") if average in known else (last, "LA")
@@ -196,8 +186,8 @@ def addon_results(name: str, records: Records) -> list[Result]:
     results = []
     for dataset in sorted({record["dataset"] for record in records if name in record["addons"]}):
         own = [record for record in records if record["dataset"] == dataset]
-        gains = compare_gains(dataset, own, name)
-        with_lite = compare_gains(dataset, own, name, standard_cells(dataset, own, "lite"))
+        gains = paper.compare_gains(dataset, own, name)
+        with_lite = paper.compare_gains(dataset, own, name, paper.standard_cells(dataset, own, "lite"))
         rows = {(row_name(r), r["tasks"]) for r in own if r["addons"][-1:] == [name] and not r["oracle"]}
         for row, tasks in sorted(rows):
             host = row.removesuffix(f" + {name}")

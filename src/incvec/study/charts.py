@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from incvec.records import title
 from incvec.study import style
@@ -256,26 +256,19 @@ def find_sweeps(groups: Sequence[Group]) -> list[SettingSweep]:
     sweeps = []
     for (stream, name, setting), members in changed.items():
         members += [presets[stream, name]] if (stream, name) in presets else []
-        values = [(setting_value(group, setting), group) for group in members]
-        points = sorted(((float(v), group) for v, group in values if is_number(v)), key=lambda point: point[0])
-        if len(points) > 1:
-            unset = next((group for value, group in values if value is None), None)
+        section, _, key = setting.rpartition(".")
+        configs = [group.record["config"] for group in members]
+        values = [(config.get(section, {}) if section else config).get(key, "") for config in configs]
+        numbers = [(float(x), group) for x, group in zip(values, members, strict=True) if type(x) in (int, float)]
+        if len(numbers) > 1:
+            points = sorted(numbers, key=lambda point: point[0])
+            unset = members[values.index(None)] if None in values else None
             record = members[0].record
-            others = [addon for addon in record["addons"] if addon != setting.partition(".")[0]]
+            others = [addon for addon in record["addons"] if addon != section]
             host = presets.get((stream, title({**record, "addons": others})))
             plain = host if others != record["addons"] else None
             sweeps.append(SettingSweep(stream, name, setting, tuple(points), unset, plain))
     return sweeps
-
-
-def setting_value(group: Group, setting: str) -> Any:
-    section, _, key = setting.rpartition(".")
-    config = group.record["config"]
-    return (config.get(section, {}) if section else config).get(key, "")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def sweep_charts(groups: Sequence[Group]) -> list[Lines]:

@@ -4,26 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from incvec.study import style
-from incvec.study.paper import (
-    FM_SPU,
-    INCREMENTS,
-    LITE_MODEL,
-    METRICS,
-    Comparison,
-    PretrainedTable,
-    Records,
-    ablation_configs,
-    by_seed,
-    compare,
-    compare_cell,
-    compare_gains,
-    is_pretrained,
-    learning_rate_records,
-    paper_tables,
-    records_of,
-    values_of,
-)
+from incvec.study import paper, style
+from incvec.study.paper import FM_SPU, INCREMENTS, LITE_MODEL, METRICS, Comparison, PretrainedTable, Records
 from incvec.study.runs import settings_text
 from incvec.study.tables import Cell, Column, Table, code, make_row, mean, number
 
@@ -58,7 +40,7 @@ def main_table(dataset: str, records: Records, increments: Sequence[int] = INCRE
     rows = [
         make_row(row, number(tasks, "d"), *compared(values), dim=not values[0].ours)
         for tasks in increments
-        for row, values in compare(dataset, tasks, records).items()
+        for row, values in paper.compare(dataset, tasks, records).items()
     ]
     columns = ["row", *map(Column, ("tasks", *COMPARED))]
     title = f"{style.dataset(dataset)}, {', '.join(map(str, increments))} increments: ours and the paper's"
@@ -67,14 +49,14 @@ def main_table(dataset: str, records: Records, increments: Sequence[int] = INCRE
 
 def gain_table(dataset: str, records: Records) -> Table | None:
     """IVT's gain for every host, beside the paper's."""
-    gains = compare_gains(dataset, records)
+    gains = paper.compare_gains(dataset, records)
     rows = [
         make_row(host, number(tasks, "d"), number(len(values[0].ours), "d"), *gain_cells(values))
         for (host, tasks), values in gains.items()
     ]
     columns = ["host", *map(Column, ("tasks", "seeds", *(label for m in METRICS for label in (m, "paper"))))]
     hosts = {host for host, _ in gains}
-    pretrained = any(is_pretrained(record) and record["method"] in hosts for record in records)
+    pretrained = any(paper.is_pretrained(record) and record["method"] in hosts for record in records)
     note = PAIRED
     note += " The paper's FM of pre-trained models is another measure, so it is left out." if pretrained else ""
     title = f"{style.dataset(dataset)}: what IVT adds"
@@ -83,13 +65,13 @@ def gain_table(dataset: str, records: Records) -> Table | None:
 
 def ablation_table(name: str, records: Records) -> Table:
     """A table of the paper about a single setting."""
-    content = paper_tables("ablations")[name]
+    content = paper.paper_tables("ablations")[name]
     rows = []
-    for row, config in zip(content["rows"], ablation_configs(name), strict=True):
-        cell = by_seed(records_of(config, records))
+    for row, config in zip(content["rows"], paper.ablation_configs(name), strict=True):
+        cell = paper.by_seed(paper.records_of(config, records))
         settings = {f"{part}.{key}": value for part, own in row.get("set", {}).items() for key, value in own.items()}
         setting = code(row.get("label") or settings_text(settings), missing="")
-        numbers = compared(compare_cell(cell, row["paper"]))
+        numbers = compared(paper.compare_cell(cell, row["paper"]))
         rows.append(make_row(row["run"], setting, number(row["tasks"], "d"), *numbers, dim=not cell))
     columns = ["run", "setting", *map(Column, ("tasks", *COMPARED))]
     title = f"{style.dataset(content['dataset'])}: {content['title']}"
@@ -100,14 +82,14 @@ def ablation_table(name: str, records: Records) -> Table:
 def pretrained_table(table: PretrainedTable, records: Records) -> Table:
     """A table of pre-trained models, with FM by the formula and `fm_spu`; CLIP's has the paper's values too, whose FM
     is `fm_spu` except in RAPF's row."""
-    paper, cells = paper_tables("pretrained")[table.dataset]["rows"], table.cells(records)
+    published, cells = paper.paper_tables("pretrained")[table.dataset]["rows"], table.cells(records)
     rows = []
     for tasks, row in ((tasks, row) for tasks in table.tasks for row in table.rows):
         cell = cells.get((row, tasks), {})
         missing = "" if cell else NOT_RUN
-        numbers = [mean(values_of(cell, metric), count=True, missing=missing) for metric in (*METRICS, FM_SPU)]
+        numbers = [mean(paper.values_of(cell, metric), count=True, missing=missing) for metric in (*METRICS, FM_SPU)]
         if table.clip:
-            average, last, forgetting = (number(value, missing="") for value in paper[row][tasks])
+            average, last, forgetting = (number(value, missing="") for value in published[row][tasks])
             if row in FORMULA_FM:
                 forgetting = Cell(f"{forgetting.text} (FM)", forgetting.value)
             numbers = [numbers[0], average, numbers[1], last, *numbers[2:], forgetting]
@@ -126,8 +108,8 @@ def pretrained_table(table: PretrainedTable, records: Records) -> Table:
 def pretrained_gain_table(table: PretrainedTable, records: Records) -> Table | None:
     """IVT's gain with a pre-trained model, beside CLIP's in the paper (whose FM is another measure)."""
     rows = [make_row(row, number(tasks, "d"), *gain_cells(v)[:-1]) for (row, tasks), v in table.gains(records).items()]
-    paper = "paper" if table.clip else "paper, with CLIP"
-    columns = ["host", *map(Column, ("tasks", "AA", paper, "LA", paper, "FM"))]
+    theirs = "paper" if table.clip else "paper, with CLIP"
+    columns = ["host", *map(Column, ("tasks", "AA", theirs, "LA", theirs, "FM"))]
     kind = "CLIP ViT-B/16" if table.clip else "Not CLIP"
     note = PAIRED if table.clip else f"{LITE_MODEL}. {PAIRED}"
     slug = f"{table.dataset}-{table.kind}-gains"
@@ -137,7 +119,7 @@ def pretrained_gain_table(table: PretrainedTable, records: Records) -> Table | N
 def learning_rate_table(records: Records) -> Table | None:
     """The choice of the small model's learning rate."""
     rows = []
-    for record in learning_rate_records(records):
+    for record in paper.learning_rate_records(records):
         rate, metrics = record["config"][record["method"]]["lr"], record["metrics"]
         rows.append([Cell(f"{rate:g}", rate), number(metrics["AA"]), number(metrics["LA"])])
     note = "FLYP without IVT, on training images held out of the first tasks; test images were not used."
