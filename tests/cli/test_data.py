@@ -36,12 +36,14 @@ def test_pack_and_check(tmp_path: Path) -> None:
     assert "checksums are correct" in report.stdout
 
 
-def test_repair_was_removed(tmp_path: Path) -> None:
-    result = invoke("data", "pack", make_root(tmp_path / "images"), tmp_path / "store", "--repair")
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [((), "does not exist"), (("--repair",), "--repair was removed. Remove"), (("--repair",), "pack the images again")],
+)
+def test_invalid_commands_are_refused(more: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    result = invoke("data", "pack", tmp_path / "nowhere", tmp_path / "store", *more)
     assert result.exit_code == 1
-    told = " ".join(result.stderr.split())
-    assert "--repair was removed. Remove" in told
-    assert "pack the images again" in told
+    assert expected in " ".join(result.stderr.split())
     assert "--repair" not in invoke("data", "pack", "--help").stdout
 
 
@@ -155,12 +157,6 @@ def test_signals_stop_packing_and_it_resumes(tmp_path: Path, monkeypatch: pytest
     assert invoke(*command).exit_code == 0
 
 
-def test_a_missing_source_is_reported(tmp_path: Path) -> None:
-    result = invoke("data", "pack", tmp_path / "nowhere", tmp_path / "store")
-    assert result.exit_code == 1
-    assert "does not exist" in " ".join(result.stderr.split())
-
-
 METHODS = ("podnet", "mrfa", "pass", "fcs", "ssre", "lucir", "icarl")
 
 
@@ -234,13 +230,12 @@ def test_presets_of_custom_images(method: str) -> None:
 
 
 @pytest.mark.parametrize("addon", ["ivt", "eopc"])
-@pytest.mark.parametrize("dataset", ["packed", "folder"])
-def test_addon_presets_of_custom_images(addon: str, dataset: str) -> None:
-    own, like = (
-        resolve({"method": "podnet", "addons": [addon], "dataset": name}).sections[addon]
-        for name in (dataset, "imagenet-subset")
-    )
-    assert own == like
+def test_addon_presets_of_custom_images(addon: str) -> None:
+    given = [
+        {"method": "podnet", "addons": [addon], "dataset": name} for name in ("packed", "folder", "imagenet-subset")
+    ]
+    packed, folder, subset = (resolve(each).sections[addon] for each in given)
+    assert packed == folder == subset
 
 
 def test_sweeps_of_the_large_data_sets() -> None:

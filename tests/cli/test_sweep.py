@@ -46,9 +46,6 @@ def pairs(name: str) -> set[tuple[str, ...]]:
     return {(config.method, *config.addons) for _, config in plan(name)}
 
 
-# The pre-trained table ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "expected"), [("clip-cifar100", 68.25), ("clip-aircraft", 24.45)])
 def test_clip_sweeps_have_the_runs_of_the_papers_table(name: str, expected: float) -> None:
     assert pairs(name) == PAPER
@@ -80,9 +77,6 @@ def test_lite_sweeps_have_the_same_rows_with_another_model() -> None:
     assert chosen <= {config.sections["flyp"]["lr"] for config in rates}
 
 
-# Settings for some of the runs -------------------------------------------------------------------------------
-
-
 def test_settings_apply_to_runs_that_have_them() -> None:
     settings = ["method.weights=mine", "ivt.interval=5", "slca.tau=0.2"]
     for _, config in plan("clip-cifar100", settings):
@@ -94,9 +88,6 @@ def test_settings_apply_to_runs_that_have_them() -> None:
         plan("lite-aircraft", ["rapf.lr=1"])
     with pytest.raises(ConfigError, match="unknown setting"):
         plan("lite-aircraft", ["slca.wieght=1"])
-
-
-# The file ----------------------------------------------------------------------------------------------------
 
 
 def test_lists_are_varied_unless_the_setting_is_a_list(tmp_path: Path) -> None:
@@ -143,9 +134,6 @@ def test_file_that_is_not_a_sweep_is_refused(tmp_path: Path) -> None:
         file.write_text(f"runs: [{{method: finetune}}]\n{key}: [0, 1]")
         with pytest.raises(ConfigError, match=f"mine.yaml: unknown key {message}.*settings belong into the blocks"):
             plan(str(file))
-
-
-# The check ---------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, expected: float) -> Path:
@@ -231,9 +219,6 @@ def test_packaged_sweep_is_valid(name: str) -> None:
     assert plan(name)
 
 
-# Failures ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_error_of_a_failed_run_is_printed_verbatim(
     terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,9 +299,6 @@ def test_sweep_uses_the_threads_of_a_single_run(tmp_path: Path) -> None:
     assert record["environment"]["threads"] == 1
 
 
-# Several processes -------------------------------------------------------------------------------------------
-
-
 def test_run_of_another_process_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     run = {"method": ["finetune", "replay"], "dataset": "digits", "stop_after": 1}
@@ -332,9 +314,6 @@ def test_run_of_another_process_is_skipped(tmp_path: Path) -> None:
     lock.release()
     assert run_sweep(str(file), tmp_path / "out", settings=settings, at_once=2, console=QUIET) == 0
     assert finished(tmp_path / "out") == ["finetune", "replay"]
-
-
-# Part of a stream --------------------------------------------------------------------------------------------
 
 
 def test_stop_after_gives_the_first_tasks_of_the_whole_run(few: Dataset, tmp_path: Path) -> None:
