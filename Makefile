@@ -1,14 +1,23 @@
-# make demo    the main job on embedded data, on a CPU
-# make test    style, types and tests
-# make bench   small versions of all benchmarks, on a CPU
-# Each makes its own environment in .venv and installs what it needs.
+# make demo       four short runs on embedded data and one figure; about a minute on a CPU
+# make test       style, types and the quick tests; what a change has to pass first
+# make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser
+# make docs       the documentation site in site/; a broken link is an error
+# make dist       wheel and sdist in dist/, installed into fresh environments and tried (DIST=--full downloads torch)
+# make bench      small versions of all benchmarks, on a CPU
+# make figures    figures and pages under results/ and docs/, generated again from the records
+# make clean      removes the environment, caches and built files
+#
+# Each target creates the environment it needs in .venv (about 6 GB, most of it PyTorch). Options: PYTHON=python3.12
+# for another interpreter, VENV=DIR for another environment, JOBS=N for the number of test processes.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+JOBS ?= 2
+DIST ?=
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all bench figures clean
+.PHONY: demo test test-all docs dist bench figures clean
 
 $(VENV)/lab: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,18 +29,29 @@ $(VENV)/dev: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --editable '.[lab,dev]'
 	touch $@
 
+$(VENV)/docs: $(VENV)/lab
+	$(BIN)/python -m pip install --quiet --editable '.[lab,docs]'
+	touch $@
+
 demo: $(VENV)/lab
 	$(BIN)/incvec demo
 
 test: $(VENV)/dev
+	@echo "make test: about 10 minutes with $(JOBS) processes"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
-# What is slow: every method killed at random moments, all pairs, several processes, the browser.
 test-all: $(VENV)/dev
-	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+	@echo "make test-all: about 20 minutes with $(JOBS) processes"
+	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
+
+docs: $(VENV)/docs
+	$(BIN)/python -m mkdocs build --strict
+
+dist: $(VENV)/dev
+	$(BIN)/python tools/check_dist.py $(DIST)
 
 bench: $(VENV)/lab
 	$(BIN)/python benchmarks/ivt_overhead.py --repeats 2
@@ -42,12 +62,11 @@ bench: $(VENV)/lab
 	$(BIN)/python benchmarks/complete_run.py --small
 	$(BIN)/python benchmarks/packing.py --images 500
 
-# The pictures in results/figures, from the numbers that lie beside them, and every page made from the records.
 figures: $(VENV)/lab
-	test ! -d results/figures || $(BIN)/incvec lab draw results/figures
+	test ! -d results/figures || $(BIN)/incvec study draw results/figures
 	$(BIN)/python -m incvec.study.reproduced results
 	$(BIN)/python -m incvec.study.catalog > docs/methods.md
 	$(BIN)/python -m incvec.study.catalog --readme README.md
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

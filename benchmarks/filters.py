@@ -1,10 +1,10 @@
-"""How long a run's filters are, and how steep the norms behind them, after every task.
+"""Norms of a run's filters, and slopes of the BatchNorm layers after them, after every task.
 
     python benchmarks/filters.py RUN [RUN ...] [--out FILE]
 
-Weight decay takes filters that little depends on to nearly nothing, and a norm's slope (weight / sqrt(var + eps))
-grows as its filter shrinks. Counted for every convolution with a norm behind it, from a run's snapshots: filters of
-less than a hundredth of their layer's longest, and the steepest slope.
+Weight decay shrinks unused filters to almost zero, and the slope of their BatchNorm, weight / sqrt(var + eps), grows
+accordingly. For every convolution with a BatchNorm after it, from a run's snapshots: the number of filters shorter than
+a hundredth of the longest one of their layer (`vanished`), and the steepest slope.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ EPS = 1e-5
 
 
 def convolution(norm: str) -> str:
-    """The convolution before a norm, as our networks name them: conv2 before norm2, conv before norm."""
+    """The convolution before a BatchNorm, by the names of our networks: conv2 before norm2, conv before norm."""
     return re.sub(r"norm(\d*)$", r"conv\1", norm)
 
 
 def layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """By norm of the trained model: filters, those that have vanished, and the steepest slope."""
-    found = {}
+    """For each BatchNorm of the trained model: filters, vanished filters, and the steepest slope."""
+    measured = {}
     for key, var in tensors.items():
         name, _, last = key.rpartition(".")
         weight = tensors.get(f"{convolution(name)}.weight")
@@ -40,7 +40,7 @@ def layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
             continue
         lengths = weight.flatten(1).norm(dim=1)
         slope = tensors[f"{name}.weight"].abs() / (var + EPS).sqrt()
-        found[name.removeprefix("method/model.")] = {
+        measured[name.removeprefix("method/model.")] = {
             "filters": len(lengths),
             "vanished": int((lengths < lengths.max() / 100).sum()),
             "median_length": float(f"{lengths.median():.4g}"),
@@ -48,35 +48,35 @@ def layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
             "longest": float(f"{lengths.max():.4g}"),
             "steepest": float(f"{slope.max():.4g}"),
         }
-    return found
+    return measured
 
 
 def measure(run: Path) -> list[dict[str, Any]]:
-    """A row for every task."""
+    """One row per task."""
     rows = []
     files = sorted((run / "snapshots").glob("task-*.safetensors"))
     if not files:
-        raise SystemExit(f"{run} has no snapshots: expected the folder of a run, with snapshots/task-NN.safetensors.")
+        raise SystemExit(f"{run} has no snapshots: expected the folder of a run with snapshots/task-NN.safetensors.")
     for file in files:
-        found = layers(read_tensors(file)[0])
-        total = {name: sum(layer[name] for layer in found.values()) for name in ("filters", "vanished")}
-        steepest = max((layer["steepest"] for layer in found.values()), default=0.0)
-        rows.append({"task": int(file.stem.split("-")[1]), **total, "steepest": steepest, "layers": found})
+        by_layer = layers(read_tensors(file)[0])
+        total = {name: sum(layer[name] for layer in by_layer.values()) for name in ("filters", "vanished")}
+        steepest = max((layer["steepest"] for layer in by_layer.values()), default=0.0)
+        rows.append({"task": int(file.stem.split("-")[1]), **total, "steepest": steepest, "layers": by_layer})
     return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Lengths of filters, and slopes of norms, after every task.")
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, with their snapshots")
+    parser = argparse.ArgumentParser(description="Norms of filters, and slopes of BatchNorm layers, after every task.")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs with snapshots")
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
     given = parser.parse_args(arguments)
-    named = {run.resolve().name: run for run in given.runs}
-    if len(named) < len(given.runs):
-        told = ", ".join(map(str, given.runs))
-        raise SystemExit(f"Two of the runs have the same name: {told}. Numbers go by the folder's; rename one.")
+    by_name = {run.resolve().name: run for run in given.runs}
+    if len(by_name) < len(given.runs):
+        paths = ", ".join(map(str, given.runs))
+        raise SystemExit(f"Two runs have the same folder name: {paths}. Results are listed by this name; rename one.")
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-    runs = {name: measure(run) for name, run in named.items()}
+    runs = {name: measure(run) for name, run in by_name.items()}
     for name, rows in runs.items():
         for row in rows:
             print(

@@ -1,4 +1,4 @@
-"""Marked functions give the same values compiled and plain, gradients included."""
+"""Fused functions compute the same values and gradients compiled and as written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from incvec.fused import _trained, fused, fusing
+from incvec.fused import fused, fusing
 from incvec.methods.podnet import nca_loss
 from incvec.nets import build_backbone
 
@@ -22,13 +22,13 @@ def energy(x: torch.Tensor, power: int) -> torch.Tensor:
     return (x**power).sum(1).sqrt().mean()
 
 
-def test_plain_unless_asked_for() -> None:
+def test_function_is_not_compiled_outside_of_fusing() -> None:
     calls.clear()
     energy(torch.ones(2, 3), 2)
     assert calls == [False]
 
 
-def test_compiled_equals_plain() -> None:
+def test_compiled_function_equals_the_plain_one() -> None:
     x = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
     plain = energy(x, 2)
     (want,) = torch.autograd.grad(plain, x)
@@ -41,7 +41,7 @@ def test_compiled_equals_plain() -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_the_switch_goes_back_after_an_error() -> None:
+def test_fusing_ends_after_an_error() -> None:
     try:
         with fusing():
             raise KeyError
@@ -52,8 +52,8 @@ def test_the_switch_goes_back_after_an_error() -> None:
     assert calls == [False]
 
 
-def test_functions_do_not_share_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that vary in one function stay fixed in another: the second is compiled once, and for its own size."""
+def test_dynamic_sizes_of_one_function_do_not_affect_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second function is compiled once, for its only size."""
     compiled: list[tuple[str, int]] = []
 
     def note(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -77,17 +77,17 @@ def test_functions_do_not_share_what_was_compiled(monkeypatch: pytest.MonkeyPatc
         for size in (3, 4, 5, 6):
             doubled(torch.ones(size))
             rooted(torch.ones(7))
-    assert compiled == [("mul", 1), ("sqrt", 1), ("mul", 2)]  # a second input is a size that varies
+    assert compiled == [("mul", 1), ("sqrt", 1), ("mul", 2)]  # the second input is the dynamic size
 
 
-def test_the_loss_of_a_growing_head_is_compiled_for_any_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_of_a_growing_head_is_compiled_for_any_number_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[torch.fx.GraphModule] = []
 
     def note(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         compiled.append(module)
         return module.forward
 
-    torch._dynamo.reset()  # sizes seen by the real one, whose name this one shares
+    torch._dynamo.reset()  # forget the sizes seen by `nca_loss`, whose name this function shares
     plain = nca_loss.__wrapped__  # type: ignore[attr-defined]
     own = fused(plain)
     real = torch.compile
@@ -100,8 +100,8 @@ def test_the_loss_of_a_growing_head_is_compiled_for_any_number_of_classes(monkey
 
 
 @pytest.mark.slow
-def test_a_compiled_backbone_equals_a_plain_one() -> None:
-    """Features, gradients and running statistics; a copy of the network shares what was compiled."""
+def test_compiled_backbone_equals_a_plain_one() -> None:
+    """Features, gradients and running statistics. A copy of the network shares the compiled code."""
     plain = build_backbone("tiny", channels=1, generator=torch.Generator().manual_seed(0)).train()
     compiled = copy.deepcopy(plain)
     images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
@@ -117,24 +117,22 @@ def test_a_compiled_backbone_equals_a_plain_one() -> None:
         other(images)
 
 
-def test_what_is_trained_is_part_of_the_key() -> None:
-    """The fault this guards against did not show on a CPU, so the guards themselves are tested."""
+def test_requires_grad_is_part_of_the_key_of_compiled_code() -> None:
+    """Without it, the bug shows on a GPU only. So the key itself is tested."""
     block = build_backbone("tiny", channels=1)
-    free = _trained((block, torch.ones(1)))
     block.stem.requires_grad_(False)
-    assert _trained((block, torch.ones(1))) != free
-    seen: list[object] = []
+    keys: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", lambda function, **named: lambda *arguments: seen.append(arguments[0]))
+        patch.setattr(torch, "compile", lambda function, **named: lambda *arguments: keys.append(arguments[0]))
         watched = fused(lambda module: module)
         with fusing():
             watched(block)
             block.requires_grad_(True)
             watched(block)
-    assert len(set(seen)) == 2
+    assert len(set(keys)) == 2
 
 
-def test_the_compiler_looks_at_every_parameter() -> None:
+def test_fusing_makes_the_compiler_check_every_parameter() -> None:
     import torch._dynamo
 
     before = torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
@@ -145,8 +143,8 @@ def test_the_compiler_looks_at_every_parameter() -> None:
 
 
 @pytest.mark.slow
-def test_a_block_that_was_frozen_trains_again() -> None:
-    """Frozen for one stage and not for the next: the compiled block follows, as the plain one does."""
+def test_block_trains_again_after_it_was_frozen() -> None:
+    """Frozen in one stage and not in the next: the compiled block follows."""
     block = build_backbone("tiny", channels=1, generator=torch.Generator().manual_seed(0)).train()
     images = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     with fusing():

@@ -1,4 +1,4 @@
-"""What a record says of where it was made, and what is no record."""
+"""The commit in a record, and which files are refused as records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one commit, and our module in a folder of it that git has not been told of."""
+    """A repository with one commit, and our module in a folder of it that git does not track."""
     monkeypatch.delenv("INCVEC_COMMIT", raising=False)
     for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -36,11 +36,11 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_another_projects_commit_is_not_ours(tree: Path) -> None:
+def test_commit_of_another_project_is_ignored(tree: Path) -> None:
     assert records.commit() is None
 
 
-def test_a_source_trees_commit(tree: Path) -> None:
+def test_commit_of_a_source_tree(tree: Path) -> None:
     git(tree, "add", ".venv/incvec/records.py")
     git(tree, "commit", "-qm", "ours")
     head = git(tree, "rev-parse", "HEAD")[:12]
@@ -49,7 +49,7 @@ def test_a_source_trees_commit(tree: Path) -> None:
     assert records.commit() == f"{head}-dirty"
 
 
-def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("INCVEC_COMMIT", raising=False)
     assert records.commit() is None
@@ -67,10 +67,10 @@ def test_where_there_is_no_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"metrics": {"AA": True, "LA": 2.0}}, "its metrics have True for AA"),
         ({"metrics": {"AA": 90.0, "LA": None}}, "its metrics have None for LA, a number was expected"),
         ({"metrics": {"AA": 90.0, "LA": 90.0, "FM": "a lot"}}, "its metrics have 'a lot' for FM"),
-        ({"format": 99}, "is a record of format 99, this version of incvec reads 1"),
+        ({"format": 99}, "is a record of format 99, this version of incvec reads up to 2"),
     ],
 )
-def test_a_record_with_parts_of_another_kind_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_record_with_values_of_the_wrong_type_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     good = {
         "format": 1, "method": "finetune", "addons": [], "dataset": "digits", "tasks": 5, "oracle": False, "seed": 0,
         "accuracy": [[90.0]], "test_counts": [50], "metrics": {"AA": 90.0, "LA": 90.0}, "config": {},
@@ -83,11 +83,11 @@ def test_a_record_with_parts_of_another_kind_is_refused(change: dict[str, Any], 
         records.read_record(tmp_path)
 
 
-def test_another_format_is_told_before_the_parts_it_lacks(tmp_path: Path) -> None:
+def test_later_format_is_reported_before_missing_keys(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
-    file.write_text(json.dumps({"format": 2, "method": "finetune", "metrics": {"AA": "in another way"}}))
-    with pytest.raises(DataError, match="is a record of format 2, this version of incvec reads 1"):
+    file.write_text(json.dumps({"format": 3, "method": "finetune", "metrics": {"AA": "another type"}}))
+    with pytest.raises(DataError, match="is a record of format 3, this version of incvec reads up to 2"):
         records.read_record(file)
-    file.write_text(json.dumps({"format": 2, "side": 64, "classes": []}))  # as a packed store's account
+    file.write_text(json.dumps({"format": 3, "side": 64, "classes": []}))  # as the index of a packed store
     with pytest.raises(DataError, match="is not a record: it lacks method, addons"):
         records.read_record(file)

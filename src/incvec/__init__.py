@@ -1,7 +1,7 @@
 """incvec: increment vectors for class-incremental learning.
 
-What is importable from here is the plug-in, and it needs torch only. The lab's rooms (`incvec.data`,
-`incvec.methods`, `incvec.engine`, ...) are imported by name.
+This module exports the plug-in, which needs torch only. The packages of the lab (`incvec.data`, `incvec.methods`,
+`incvec.engine`, ...) need the extra `lab` and are imported by name.
 """
 
 from .ivt import IVT, scale, teleport

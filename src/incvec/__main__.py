@@ -1,4 +1,4 @@
-"""`python -m incvec`, and the console script: the command line, or how to install what it needs."""
+"""`python -m incvec` and the console script: the command line, or how to install the packages that it needs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-# What the extra `lab` brings, by the names one imports.
-LAB = {
+# Import names of the packages that the extra `lab` installs.
+LAB_PACKAGES = {
     "annotated_doc",
     "click",
     "matplotlib",
@@ -24,8 +24,8 @@ LAB = {
 }
 
 
-def command() -> str:
-    """What installs the lab: by name where incvec is installed, else from the source tree it is run from."""
+def install_command() -> str:
+    """The command that installs the lab: by name if incvec is installed, else from the source tree."""
     try:
         metadata.version("incvec")
     except metadata.PackageNotFoundError:
@@ -34,24 +34,24 @@ def command() -> str:
 
 
 def main() -> None:
-    """Run the command line and exit with its status."""
+    """Run the command line and exit with its exit code."""
     if sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # a mapped file that cannot be read ends the process: say where
+        faulthandler.enable(sys.__stderr__)  # an unreadable memory-mapped file kills the process: print where
     try:
         from incvec.cli.main import app
 
         app(prog_name="incvec")
     except ImportError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in LAB:
+        if missing not in LAB_PACKAGES:
             raise
         print(
-            f"incvec: the command line needs {missing} ({error}). Install the lab with\n\n    {command()}\n",
+            f"incvec: the command line needs {missing} ({error}). Install the lab with\n\n    {install_command()}\n",
             file=sys.stderr,
         )
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+        print("Interrupted.", file=sys.stderr)
         sys.exit(130)
 
 

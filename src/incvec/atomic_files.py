@@ -1,7 +1,8 @@
-"""Tensor files that survive a kill: safetensors with a hash for each tensor, written aside, synced, renamed.
+"""Files that survive a kill: written to a temporary file, synced, renamed. And locks that do not outlive their holder.
 
-safetensors has no checksum of its own, and a memory format does not survive in it: tensors are stored as
-contiguous clones, and loading copies into tensors that already have the layout they should have.
+Tensor files are safetensors with one hash per tensor, since safetensors has no checksum of its own. It does not store
+memory formats either: tensors are written as contiguous copies, and loading copies them into tensors that have the
+right layout already.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -23,22 +25,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from incvec.config import upgrade_settings
 from incvec.errors import CheckpointError, IncvecError
 
-FORMAT = 1
+FORMAT = 2  # 1 had British names of settings and tensors, and "facts" for "statistics"
+READABLE_FORMATS = (1, FORMAT)
+RENAMED_TENSORS = {"optimiser": "optimizer", "centre": "center", "epoch_finalised": "epoch_finalized"}
+_FORMAT_1 = re.compile(rf"\b({'|'.join(RENAMED_TENSORS)})\b")
+RERUN = "Earlier files are intact; free some space or choose another folder, then run the same command again."
+START_AGAIN = "Move it away to start again."
 
 
-def _hash(tensor: Tensor) -> str:
-    plain = tensor.detach().contiguous().cpu().flatten()
-    return hashlib.blake2b(plain.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+# Writing files and locking ----------------------------------------------------------------------------------
 
 
-def _text_hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def write_bytes(path: Path, content: bytes, error_type: type[IncvecError] = CheckpointError) -> None:
-    """Replace `path` whole or not at all."""
+def write_bytes(path: Path, content: bytes, error: type[IncvecError] = CheckpointError, remedy: str = RERUN) -> None:
+    """Replace `path` atomically: after a kill it has the old content or the new one, never a part of it."""
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ def write_bytes(path: Path, content: bytes, error_type: type[IncvecError] = Chec
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
-            os.fchmod(file.fileno(), 0o644)  # a temporary file is its owner's alone; others may share a base
+            os.fchmod(file.fileno(), 0o644)  # temporary files are private; other users may share a base
             os.fsync(file.fileno())
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -54,13 +56,18 @@ def write_bytes(path: Path, content: bytes, error_type: type[IncvecError] = Chec
             os.fsync(folder)
         finally:
             os.close(folder)
-    except OSError as error:
+    except OSError as cause:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise error_type(
-            f"could not write {path} ({len(content) / 1e6:.1f} MB): {error.strerror or error}. What was saved "
-            "before is intact; free some space or choose another folder, then run the same command again."
-        ) from error
+        reason = cause.strerror or cause
+        raise error(f"could not write {path} ({len(content) / 1e6:.1f} MB): {reason}. {remedy}") from cause
+
+
+def remove_temporaries(folder: Path, *names: str) -> None:
+    """Remove the temporary files that killed writes of these files (patterns) left. The caller holds their lock."""
+    for leftover in [each for name in names for each in folder.glob(f".{name}.*")]:
+        with contextlib.suppress(OSError):
+            leftover.unlink()
 
 
 class FileLock:
@@ -74,7 +81,7 @@ class FileLock:
         self._handle: int | None = None
 
     def acquire(self) -> bool:
-        """Take the lock. False, without waiting, if another process or object holds it."""
+        """Take the lock. Returns False, without waiting, if another process or object holds it."""
         if self._handle is not None:
             return True
         try:
@@ -112,75 +119,93 @@ class FileLock:
         self.release()
 
 
-def sweep_temporaries(folder: Path, *names: str) -> None:
-    """Remove what killed writes of these files (by pattern) left behind. The caller holds their lock: what another
-    writes in the same folder must be let be."""
-    for leftover in [each for name in names for each in folder.glob(f".{name}.*")]:
-        with contextlib.suppress(OSError):
-            leftover.unlink()
+# Tensor files -----------------------------------------------------------------------------------------------
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    """One safetensors file; `meta` is any JSON."""
-    _write_plain(
-        path, {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}, meta
-    )
+    """Write one safetensors file; `meta` is any JSON mapping."""
+    on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    _write_host_tensors(path, on_host, meta)
 
 
-def _write_plain(path: Path, plain: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    hashes = {name: _hash(tensor) for name, tensor in plain.items()}
+def _write_host_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    hashes = {name: _hash(tensor) for name, tensor in tensors.items()}
     text = json.dumps({"format": FORMAT, "hashes": hashes, **meta})
-    write_bytes(path, save(dict(plain), metadata={"incvec": text, "hash": _text_hash(text)}))
-
-
-START_ANEW = "Move it away to start anew."
+    write_bytes(path, save(dict(tensors), metadata={"incvec": text, "hash": _hash_text(text)}))
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What `write_tensors` was told beside the tensors, without reading those."""
-    return _read(path, False, START_ANEW)[1]
+    """The `meta` of a file, without reading its tensors."""
+    return _upgrade(*_read(path, False, START_AGAIN))[1]
 
 
-def read_tensors(path: Path, remedy: str = START_ANEW) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `write_tensors` wrote, every hash checked; `remedy` says what to do where the file is damaged."""
+def read_tensors(path: Path, remedy: str = START_AGAIN) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and `meta` of a file, with every hash checked. Names of earlier formats are translated.
+
+    `remedy` is the end of the error message for a damaged file: what to do about it.
+    """
     tensors, meta = _read(path, True, remedy)
     hashes = meta["hashes"]
     if set(hashes) != set(tensors):
-        raise CheckpointError(f"{path} does not hold the tensors it lists. {remedy}")
+        raise CheckpointError(f"{path} does not contain the tensors it lists. {remedy}")
     for name, tensor in tensors.items():
         if _hash(tensor) != hashes[name]:
-            raise CheckpointError(f"{path} was altered: tensor {name!r} does not match its hash. {remedy}")
-    return tensors, meta
+            raise CheckpointError(f"{path} was modified: tensor {name!r} does not match its hash. {remedy}")
+    return _upgrade(tensors, meta)
 
 
-def _read(path: Path, whole: bool, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _read(path: Path, with_tensors: bool, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             text = header.get("incvec", "{}")
-            if _text_hash(text) != header.get("hash"):
-                raise ValueError("its metadata do not match their hash")
+            if _hash_text(text) != header.get("hash"):
+                raise ValueError("its metadata does not match its hash")
             meta = json.loads(text)
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if whole else {}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}): it is truncated or not one of ours. {remedy}"
+            f"{path} cannot be read ({error}): it is truncated or not a file of incvec. {remedy}"
         ) from None
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {meta.get('format')!r}, this version reads {FORMAT}.")
+    if meta.get("format") not in READABLE_FORMATS:
+        raise CheckpointError(
+            f"{path} has format {meta.get('format')!r}; this version of incvec reads up to {FORMAT}. Use a newer one."
+        )
     return tensors, meta
 
 
+def _upgrade(tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Translate the names of format 1."""
+    if meta["format"] == 1:
+        tensors = {_FORMAT_1.sub(lambda word: RENAMED_TENSORS[word[0]], name): t for name, t in tensors.items()}
+        if "config" in meta:
+            meta["config"] = upgrade_settings(meta["config"])
+        if "facts" in meta.get("progress", {}):
+            meta["progress"]["statistics"] = meta["progress"].pop("facts")
+    return tensors, meta
+
+
+def _hash(tensor: Tensor) -> str:
+    flat = tensor.detach().contiguous().cpu().flatten()
+    return hashlib.blake2b(flat.view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def _hash_text(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 class Writer:
-    """Writes tensors of a CUDA device without making the caller wait: copies are queued on the current stream,
-    and a thread hashes and writes them once they have arrived. One write at a time; errors surface at `wait`.
+    """Writes tensors of a CUDA device in a thread, so that the caller does not wait.
+
+    Copies to the host are queued on the current stream; the thread hashes and writes them when they have arrived. One
+    write at a time; its error is raised by `wait`.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self.finished = 0.0  # when the last write ended
-        self.took = 0.0
+        self.took = 0.0  # its duration
 
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -188,12 +213,12 @@ class Writer:
     def submit(self, path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         self.wait()
         began = time.monotonic()
-        arrive = _stage_out(tensors)
+        receive = _copy_to_host(tensors)
         frozen = json.loads(json.dumps(meta))
 
         def work() -> None:
             try:
-                _write_plain(path, arrive(), frozen)
+                _write_host_tensors(path, receive(), frozen)
             except BaseException as error:
                 self._error = error
             self.finished = time.monotonic()
@@ -203,7 +228,7 @@ class Writer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what a write raised."""
+        """Wait until nothing is being written. Raises the error of a failed write."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -212,30 +237,30 @@ class Writer:
             raise error
 
 
-def _stage_out(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """Queue copies of all tensors to the host; the function returned waits for them. One transfer a type."""
+def _copy_to_host(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """Queue copies of all tensors, one transfer per dtype. The function returned waits for them."""
     groups: dict[torch.dtype, list[str]] = {}
-    plain: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.is_cuda:
             groups.setdefault(tensor.dtype, []).append(name)
         else:
-            plain[name] = tensor.detach().clone().contiguous()
-    hosts: dict[torch.dtype, Tensor] = {}
+            copies[name] = tensor.detach().clone().contiguous()
+    buffers: dict[torch.dtype, Tensor] = {}
     for dtype, names in groups.items():
         flat = torch.cat([tensors[name].detach().contiguous().reshape(-1) for name in names])
-        hosts[dtype] = torch.empty(flat.shape, dtype=dtype, pin_memory=True)
-        hosts[dtype].copy_(flat, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
+        buffers[dtype] = torch.empty(flat.shape, dtype=dtype, pin_memory=True)
+        buffers[dtype].copy_(flat, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
     shapes = {name: tensors[name].shape for names in groups.values() for name in names}
 
-    def arrive() -> dict[str, Tensor]:
-        arrived.synchronize()
+    def receive() -> dict[str, Tensor]:
+        copied.synchronize()
         for dtype, names in groups.items():
-            pieces = hosts[dtype].split([shapes[name].numel() for name in names])
+            pieces = buffers[dtype].split([shapes[name].numel() for name in names])
             for name, piece in zip(names, pieces, strict=True):
-                plain[name] = piece.clone().reshape(shapes[name])
-        return plain
+                copies[name] = piece.clone().reshape(shapes[name])
+        return copies
 
-    return arrive
+    return receive

@@ -1,7 +1,7 @@
-"""Errors meant for the user: the command line prints them without a traceback.
+"""Errors for the user: the command line prints them without a traceback.
 
-A message says what was given, what was expected and what to do. Mistakes of a caller in code (a wrong shape,
-a missing generator) stay `ValueError` or `TypeError`, whose traceback is wanted.
+A message contains what was given, what was expected and what to do. Mistakes in code that calls this package (a wrong
+shape, a missing generator) are `ValueError` or `TypeError`, with a traceback.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from pathlib import Path
 
 
 class IncvecError(Exception):
-    """The base of every error a user can put right."""
+    """Base class of all errors that a user can fix."""
 
 
 class DataError(IncvecError):
-    """Missing, truncated, altered, unreadable or too few data."""
+    """Data that is missing, damaged, unreadable or not enough."""
 
 
 class ConfigError(IncvecError):
-    """A name that does not exist, or a value that cannot work."""
+    """An unknown name, or a value that is not possible."""
 
 
 class CheckpointError(IncvecError):
@@ -28,33 +28,33 @@ class CheckpointError(IncvecError):
 
 
 class Busy(CheckpointError):
-    """A run's folder in which another process is at work."""
+    """The folder of a run that another process is working on."""
 
 
 class TrainingError(IncvecError):
-    """Training that cannot go on: a loss or a feature that is not finite."""
+    """Training that cannot continue, for example because the loss is not finite."""
 
 
 class DeviceMemoryError(TrainingError):
-    """A device whose memory does not suffice; with fewer runs beside it, it might."""
+    """The device's memory is full. With fewer runs at once it may suffice."""
 
 
 def no_root(name: str, what: str) -> DataError:
-    """What to say where a data set is asked for without a place."""
+    """The error for a data set that needs a root folder."""
     return DataError(f"{name} needs a data root: {what}. Give it with --data-root DIR or the variable INCVEC_DATA.")
 
 
 def check_out(out: Path, what: str, option: str = "--out") -> None:
-    """Refuse a file where a folder is to be written, or above it."""
+    """Refuse an output folder if it, or a parent of it, is a file."""
     for path in (out, *out.parents):
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; {what} needs a folder. Give another one with {option}.")
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
-    """The tail of an error message, `" Did you mean 'podnet'?"`, or nothing where no choice is close.
+    """The end of an error message, `" Did you mean 'podnet'?"`, or "" if no choice is similar.
 
-    A file may hold a number or a date where a name should be; it is read as it would be written.
+    `name` may be a number or a date, if a file has one in place of a name.
     """
     by_lower = {choice.lower(): choice for choice in choices}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)

@@ -1,7 +1,8 @@
-"""Small pure functions that become one kernel inside a captured step, and stay plain Python elsewhere.
+"""`@fused`: marks a pure function of tensors that the engine compiles with `torch.compile` inside a captured step.
 
-`@fused` marks a function of tensors (and plain values) that draws nothing. The engine compiles such functions
-while it builds a CUDA graph; on a CPU, in eager runs and in tests they are called as they are written.
+A fused function takes tensors and plain values and draws no random numbers. It is compiled only within the context
+`fusing()`, which the engine enters while it captures a CUDA graph. On a CPU, in eager runs and in tests it is called as
+written.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import nn
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 SETTINGS = {
-    "recompile_limit": 64,  # train and eval, with and without gradients, a few batch sizes: all are legitimate
-    "skip_tensor_guards_with_matching_dict_tags": False,  # freezing a parameter changes no dictionary: look at it
+    "recompile_limit": 64,  # train and eval, with and without gradients, a few batch sizes
+    "skip_tensor_guards_with_matching_dict_tags": False,  # or a frozen parameter would go unnoticed
     "use_recursive_dict_tags_for_guards": False,
 }
 
@@ -35,9 +36,10 @@ def fused(*, dynamic: bool | None = None) -> Callable[[Function], Function]: ...
 
 
 def fused(function: Callable[..., Any] | None = None, *, dynamic: bool | None = None) -> Any:
-    """Let the engine compile this function. `dynamic=False`: once for each shape, where shapes are few.
+    """Let the engine compile this function. With `dynamic=False` it is compiled once per shape, for few shapes.
 
-    A method of a module will do: its parameters are inputs, so all instances of one shape share what was compiled.
+    It may be a method of a module. The module's parameters are inputs, so modules of the same shapes share the
+    compiled code.
     """
     if function is None:
         return functools.partial(fused, dynamic=dynamic)
@@ -46,10 +48,10 @@ def fused(function: Callable[..., Any] | None = None, *, dynamic: bool | None = 
     def keyed(key: tuple[bool, ...], *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
 
-    # The compiler remembers by code which sizes have varied: functions that shared theirs would make each other's
-    # sizes variables, and compile anew for each other's sake.
-    own = keyed.__code__.replace(co_name=function.__qualname__, co_filename=function.__code__.co_filename)
-    keyed = types.FunctionType(own, keyed.__globals__, function.__qualname__, None, keyed.__closure__)
+    # The compiler tracks by code object which sizes vary. Functions that share one would make each other's sizes
+    # dynamic and trigger recompilations, so each gets its own.
+    code = keyed.__code__.replace(co_name=function.__qualname__, co_filename=function.__code__.co_filename)
+    keyed = types.FunctionType(code, keyed.__globals__, function.__qualname__, None, keyed.__closure__)
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -57,16 +59,16 @@ def fused(function: Callable[..., Any] | None = None, *, dynamic: bool | None = 
             return function(*arguments, **named)
         if not compiled:
             compiled.append(torch.compile(keyed, dynamic=dynamic))
-        return compiled[0](_trained(arguments), *arguments, **named)
+        return compiled[0](_requires_grad(arguments), *arguments, **named)
 
     return call
 
 
-def _trained(arguments: tuple[Any, ...]) -> tuple[bool, ...]:
-    """Which parameters of the modules among the arguments require gradients.
+def _requires_grad(arguments: tuple[Any, ...]) -> tuple[bool, ...]:
+    """`requires_grad` of all parameters of modules among the arguments: part of the key of the compiled code.
 
-    By default the compiler takes a parameter for unchanged as long as its module's dictionary is: a block that was
-    frozen for one stage would then go on without gradients in the next. This key makes it part of the call.
+    By default the compiler assumes that a parameter has not changed if its module's dictionary has not. Then a block
+    that was frozen in one stage would have no gradients in the next one either.
     """
     modules = [argument for argument in arguments if isinstance(argument, nn.Module)]
     return tuple(parameter.requires_grad for module in modules for parameter in module.parameters())
@@ -74,7 +76,7 @@ def _trained(arguments: tuple[Any, ...]) -> tuple[bool, ...]:
 
 @contextmanager
 def fusing(active: bool = True) -> Iterator[None]:
-    """Within this context, marked functions run compiled."""
+    """Within this context, fused functions run compiled."""
     global _active
     if not active:
         yield

@@ -1,24 +1,22 @@
-"""From an accuracy matrix to its summaries: AA, LA, FM, and the forgetting measures other code bases print.
+"""Metrics of an accuracy matrix: AA, LA, FM, the forgetting measures of other code bases, and the gap closed.
 
-A[t][i] is the accuracy, in percent, on the test images of task i after training task t, the classifier
-choosing among all classes seen up to t. A matrix is a list of rows; row t holds A[t][0] to A[t][t]. (A full
-row of T entries will do: what lies above the diagonal is not read.) With n_i test images in task i, and the
-tasks counted from 1 to T:
+A[t][i] is the accuracy, in percent, on the test images of task i after training task t, with a classifier over all
+classes seen up to t. A matrix is a list of rows; row t has the entries A[t][0] to A[t][t]. Rows with T entries are
+accepted, too; those above the diagonal are ignored. With n_i test images in task i, and tasks counted from 1 to T:
 
     a_t = sum_{i<=t} n_i A[t][i] / sum_{i<=t} n_i       accuracy over all test images seen so far
     AA  = mean of a_t over all tasks, the base included
     LA  = a_T
     FM  = 1/(T-1) sum_{i<T} ( max_{i<=t<T} A[t][i] - A[T][i] )
 
-FM counts every old task alike, however many classes it has. The same matrix has other forgetting values
-elsewhere, so those are kept apart by name and never mixed with FM:
+FM weights all old tasks equally, whatever their number of classes. Other code bases compute forgetting in other ways:
 
-    fm_first_last   A[i][i] in place of the maximum: minus the backward transfer
-    fm_spu          SPU's code: also the newest task, whose earlier accuracies it takes as 0, over T
-    fm_pycil        PyCIL's code: the last task among the maximum's, so that no task counts negative
+    fm_first_last   A[i][i] in place of the maximum: the negative backward transfer
+    fm_spu          SPU's code: includes the newest task, with 0 as its earlier accuracy, and divides by T
+    fm_pycil        PyCIL's code: the maximum includes the last task, so that no term is negative
     fm_inclearn     the code of PODNet's authors: see `inclearn_forgetting`
 
-A single task forgets nothing that could be measured: there every forgetting value is None.
+For a single task every forgetting measure is None.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ Counts = Sequence[Sequence[int]]
 
 
 class Span(Protocol):
-    """A task, as far as this module cares: its labels are first, ..., last - 1."""
+    """The part of a task that this module uses: its labels are first, ..., last - 1."""
 
     @property
     def first(self) -> int: ...
@@ -41,7 +39,7 @@ class Span(Protocol):
 
 
 class Summary(TypedDict):
-    """Everything in percent, but `gap_closed`, which is a share."""
+    """All metrics, in percent."""
 
     AA: float
     LA: float
@@ -51,7 +49,6 @@ class Summary(TypedDict):
     fm_pycil: float | None
     fm_inclearn: float | None
     plasticity: float
-    gap_closed: float | None
     a: list[float]
 
 
@@ -61,24 +58,21 @@ def summarize(
     *,
     correct_by_class: Counts | None = None,
     class_counts: Sequence[int] | None = None,
-    plain: float | None = None,
-    oracle: float | None = None,
 ) -> Summary:
-    """All summaries of one accuracy matrix.
+    """All metrics of an accuracy matrix.
 
-    `test_counts[i]` is the number of test images of task i. `fm_inclearn` groups by classes, so it needs the
-    correct counts by class after every task and the test counts by class; `gap_closed` needs the LA of the
-    same method without any add-on (`plain`) and of its oracle. Where these are not given, they are None.
+    `test_counts[i]` is the number of test images of task i. `fm_inclearn` needs the number of correct predictions by
+    class after every task, and of test images by class; it is None without them.
     """
     rows = checked(matrix, test_counts)
     if (correct_by_class is None) != (class_counts is None):
-        raise ValueError("give correct_by_class and class_counts together, or neither: one was given alone")
+        raise ValueError("correct_by_class and class_counts have to be given together: one of them is missing")
     inclearn = None
     if correct_by_class is not None and class_counts is not None:
         if len(correct_by_class) != len(rows):
             raise ValueError(
                 f"correct_by_class has {len(correct_by_class)} rows, but the matrix has {len(rows)}: "
-                "one row a task is needed"
+                "one row per task is needed"
             )
         inclearn = inclearn_forgetting(correct_by_class, class_counts)
     a = [weighted_mean(row, test_counts) for row in rows]
@@ -95,27 +89,28 @@ def summarize(
         fm_pycil=mean([max(best[i] - last[i], 0.0) for i in old]) if old else None,
         fm_inclearn=inclearn,
         plasticity=mean([row[-1] for row in rows]),
-        gap_closed=None if plain is None or oracle is None else gap_closed(a[-1], plain, oracle),
         a=a,
     )
 
 
 def gap_closed(la: float, la_plain: float, la_oracle: float) -> float | None:
-    """(LA - LA_plain) / (LA_oracle - LA_plain): 0 is the plain method, 1 its oracle.
+    """The fraction of the gap between a method and its oracle that an add-on closes.
 
-    None unless the oracle is ahead of the plain method: there is no gap to close then.
+        (LA - LA_plain) / (LA_oracle - LA_plain)
+
+    0 is the method without add-ons, 1 its oracle. None unless LA_oracle > LA_plain: then there is no gap to close.
     """
     gap = la_oracle - la_plain
     return (la - la_plain) / gap if gap > 0 else None
 
 
 def inclearn_forgetting(correct_by_class: Counts, class_counts: Sequence[int], group: int = 10) -> float | None:
-    """Forgetting as PODNet's authors compute it, in percent; None for a single task.
+    """Forgetting as the code of PODNet's authors computes it, in percent; None for a single task.
 
-    Their code cuts the classes into groups of ten, whatever the tasks are. It sums, over every group seen,
-    the best earlier accuracy minus the last one, the best being 0 for a group first seen in the last task;
-    and it divides by one more than the number of groups, since an entry for the total stands among them. (It
-    also rounds each accuracy to 0.1 points, which we do not.)
+    It divides the classes into groups of ten, independent of the tasks. For each group seen it takes the best earlier
+    accuracy minus the last one; the best is 0 for a group first seen in the last task. It divides the sum by the
+    number of groups plus one, since the total has an entry among them. (It also rounds each accuracy to 0.1 points;
+    we do not.)
     """
     check_counts(correct_by_class, class_counts)
     if len(correct_by_class) == 1:
@@ -137,8 +132,8 @@ def matrix_from_counts(
 ) -> list[list[float]]:
     """The accuracy matrix, in percent, from counts by class.
 
-    `correct_by_class[t]` holds, for each class seen after task t, how many of its test images were right;
-    `class_counts` holds how many there are of each class of the whole stream.
+    `correct_by_class[t]` has the number of correctly classified test images of each class seen after task t,
+    `class_counts` the number of test images of each class of the stream.
     """
     check_tasks(tasks)
     check_counts(correct_by_class, class_counts)
@@ -146,9 +141,7 @@ def matrix_from_counts(
         raise ValueError(f"correct_by_class has {len(correct_by_class)} rows, but there are {len(tasks)} tasks")
     for t, row in enumerate(correct_by_class):
         if len(row) != tasks[t].last:
-            raise ValueError(
-                f"row {t} of correct_by_class has {len(row)} classes, but {tasks[t].last} are seen by then"
-            )
+            raise ValueError(f"row {t} of correct_by_class has {len(row)} classes, but {tasks[t].last} have been seen")
     counts = counts_by_task(class_counts, tasks)
     return [
         [100 * sum(row[task.first : task.last]) / counts[i] for i, task in enumerate(tasks[: t + 1])]
@@ -157,7 +150,7 @@ def matrix_from_counts(
 
 
 def counts_by_task(class_counts: Sequence[int], tasks: Sequence[Span]) -> list[int]:
-    """Test images of each task, from those of each class."""
+    """The number of test images of each task, from those of each class."""
     check_tasks(tasks)
     if tasks and tasks[-1].last > len(class_counts):
         raise ValueError(f"the tasks have {tasks[-1].last} classes, but class_counts has {len(class_counts)}")
@@ -169,18 +162,18 @@ def mean(values: Sequence[float]) -> float:
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    """Mean of the values, the first weights weighing them."""
+    """Mean of the values with the first len(values) weights."""
     total = sum(weights[: len(values)])
     return math.fsum(w * v for v, w in zip(values, weights, strict=False)) / total
 
 
 def checked(matrix: Matrix, test_counts: Sequence[int]) -> list[list[float]]:
-    """The lower triangle as lists of floats; ValueError where it is none."""
+    """The lower triangle as lists of floats; ValueError if the matrix is invalid."""
     size = len(matrix)
     if size == 0:
-        raise ValueError("the accuracy matrix is empty: a run has one row a task at least")
+        raise ValueError("the accuracy matrix is empty: expected one row per task")
     if len(test_counts) != size:
-        raise ValueError(f"the matrix has {size} rows, but test_counts has {len(test_counts)}: one a task is needed")
+        raise ValueError(f"the matrix has {size} rows, but test_counts has {len(test_counts)}: one per task is needed")
     for i, count in enumerate(test_counts):
         if count < 1:
             raise ValueError(f"test_counts[{i}] is {count}: every task needs test images")
@@ -191,13 +184,13 @@ def checked(matrix: Matrix, test_counts: Sequence[int]) -> list[list[float]]:
         rows.append([float(value) for value in row[: t + 1]])
         for i, value in enumerate(rows[t]):
             if not 0 <= value <= 100:
-                raise ValueError(f"A[{t}][{i}] is {value}, which is no percentage from 0 to 100")
+                raise ValueError(f"A[{t}][{i}] is {value}; expected a percentage from 0 to 100")
     return rows
 
 
 def check_counts(correct_by_class: Counts, class_counts: Sequence[int]) -> None:
     if not correct_by_class:
-        raise ValueError("correct_by_class is empty: a run has one row a task at least")
+        raise ValueError("correct_by_class is empty: expected one row per task")
     for c, count in enumerate(class_counts):
         if count < 1:
             raise ValueError(f"class_counts[{c}] is {count}: every class needs test images")
@@ -205,8 +198,8 @@ def check_counts(correct_by_class: Counts, class_counts: Sequence[int]) -> None:
     for t, row in enumerate(correct_by_class):
         if not seen < len(row) <= len(class_counts):
             raise ValueError(
-                f"row {t} of correct_by_class has {len(row)} classes; expected more than the {seen} before "
-                f"it, and at most {len(class_counts)}"
+                f"row {t} of correct_by_class has {len(row)} classes; expected more than {seen}, as in the row "
+                f"before, and at most {len(class_counts)}"
             )
         seen = len(row)
         for c, (correct, count) in enumerate(zip(row, class_counts, strict=False)):
@@ -219,7 +212,7 @@ def check_tasks(tasks: Sequence[Span]) -> None:
     for t, task in enumerate(tasks):
         if task.first != seen or task.last <= task.first:
             raise ValueError(
-                f"task {t} has classes {task.first} to {task.last - 1}; expected it to begin at {seen} "
-                "and to have a class at least"
+                f"task {t} has classes {task.first} to {task.last - 1}; expected {seen} as the first one "
+                "and at least one class"
             )
         seen = task.last

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON file, the only source of a number in any table."""
+"""Records: one JSON file per finished run, the only source of the numbers in tables and figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from incvec.config import upgrade_settings
 from incvec.errors import DataError
+from incvec.metrics import summarize
 
 FORMAT = 2  # 1 had "facts" for "statistics" and British names of settings
 READABLE_FORMATS = (1, FORMAT)
@@ -22,14 +23,15 @@ REQUIRED: dict[str, type] = {
     "method": str, "addons": list, "dataset": str, "tasks": int, "oracle": bool, "seed": int, "accuracy": list,
     "test_counts": list, "metrics": dict,
 }  # fmt: skip
-OPTIONAL: dict[str, type] = {"config": dict, "base": dict}  # early ones lack some
+OPTIONAL: dict[str, type] = {"config": dict, "base": dict}  # not in the first records
+TOLERANCE = 1e-6  # between a record's metrics and those computed from its accuracy matrix
 
 
 def commit() -> str | None:
-    """The source tree's commit, from INCVEC_COMMIT or from git; None where neither knows it.
+    """The commit of the source tree, from INCVEC_COMMIT or from git; None if neither has it.
 
-    An installed copy may lie inside somebody else's repository (a virtual environment in it): that commit is not ours,
-    so git must know this very file.
+    An installed copy may be inside another project's repository, in its virtual environment. So git has to track this
+    file for its commit to count.
     """
     given = os.environ.get("INCVEC_COMMIT")
     if given:
@@ -43,8 +45,8 @@ def commit() -> str | None:
 
 def _git(*arguments: str) -> str:
     here = Path(__file__).resolve().parent
-    found = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
-    return found.stdout.strip()
+    done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -70,42 +72,68 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record, or a clear word on why the file is none. A folder stands for the record in it."""
+def read_record(path: Path, strict: bool = False) -> dict[str, Any]:
+    """The record in a file or run folder; DataError with the reason if it is not a valid one.
+
+    `strict` also requires the configuration, the environment, and metrics that follow from the accuracy matrix: a
+    report must not spread a wrong number.
+    """
     if path.is_dir():
         path = path / "record.json"
     try:
         record: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
-        raise DataError(f"there is no record at {path}: the run has not finished, or lies elsewhere.") from None
+        raise DataError(f"there is no record at {path}: the run has not finished, or is elsewhere.") from None
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise DataError(f"{path} is not a record: {error}.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{path} is not a record: it holds a {type(record).__name__}, a mapping was expected.")
+        raise DataError(f"{path} is not a record: it contains a {type(record).__name__}, a mapping was expected.")
     missing = [key for key in REQUIRED if key not in record]
-    # Another format may lack parts. What has none of them is no record at all: other files have a format, too.
+    # A later format may lack some keys. A file without any of them is something else that has a format.
     if len(missing) < len(REQUIRED) and record.get("format", 1) not in READABLE_FORMATS:
         raise DataError(
-            f"{path} is a record of format {record['format']!r}, this version of incvec reads up to {FORMAT}: take the "
+            f"{path} is a record of format {record['format']!r}, this version of incvec reads up to {FORMAT}: use the "
             "version that wrote it, or a newer one."
         )
     if missing:
         raise DataError(f"{path} is not a record: it lacks {', '.join(missing)}.")
     for key, kind in (REQUIRED | OPTIONAL).items():
         if key in record and not isinstance(record[key], kind):
-            found = type(record[key]).__name__
-            raise DataError(f"{path} is not a record: {key} is a {found}, a {kind.__name__} was expected.")
+            given = type(record[key]).__name__
+            raise DataError(f"{path} is not a record: {key} is a {given}, a {kind.__name__} was expected.")
     for name in ("AA", "LA", "FM"):
         value = record["metrics"].get(name)
-        if value is None and name == "FM":  # of a single task
+        if value is None and name == "FM":  # a single task has no FM
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
+    if strict:
+        check_consistent(record, path)
     return upgrade_record(record)
 
 
+def check_consistent(record: Mapping[str, Any], path: Path) -> None:
+    missing = [key for key in ("config", "environment") if not isinstance(record.get(key), Mapping)]
+    if missing:
+        raise DataError(f"{path} lacks {' and '.join(missing)}, so how it was run is unknown. Run it again.")
+    try:
+        expected: Mapping[str, Any] = summarize(record["accuracy"], record["test_counts"])
+        pairs = [(name, record["metrics"][name], expected[name]) for name in ("AA", "LA", "FM")]
+        pairs += [(f"a[{t}]", *pair) for t, pair in enumerate(zip(record["metrics"]["a"], expected["a"], strict=True))]
+        wrong = [
+            f"{name} is {given}, the matrix gives {value}"
+            for name, given, value in pairs
+            if (given is None) != (value is None) or (value is not None and not abs(given - value) <= TOLERANCE)
+        ]
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else error
+        raise DataError(f"{path} is a broken record: {problem}. Run it again, or remove the file.") from None
+    if wrong:
+        raise DataError(f"{path} was altered: {'; '.join(wrong[:3])}. Run it again, or remove the file.")
+
+
 def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of an earlier format under the names of the present one."""
+    """Translate the names of earlier formats."""
     if record.get("format", 1) == 1:
         if "facts" in record:
             record["statistics"] = record.pop("facts")
@@ -114,44 +142,54 @@ def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def find_records(paths: Iterable[Path]) -> list[Path]:
-    """Every record file at or below the given paths, sorted."""
-    found: set[Path] = set()
+def find_records(paths: Iterable[Path], on_broken: Callable[[DataError], None] | None = None) -> list[Path]:
+    """Every record file at or below the given paths, sorted; a file given by name is included without a check.
+
+    Other JSON files may be in the same folders; one that looks like a broken record is reported to `on_broken`.
+    """
+    records: set[Path] = set()
     for path in paths:
         if path.is_dir():
-            found |= {p for p in path.rglob("*.json") if _looks_like_record(p)}
+            for file in sorted(path.rglob("*.json")):
+                try:
+                    read_record(file)
+                    records.add(file)
+                except DataError as error:
+                    if on_broken is not None and _meant_as_record(file):
+                        on_broken(error)
         elif path.exists():
-            found.add(path)
+            records.add(path)
         else:
-            raise DataError(f"{path} does not exist; give a record.json, or a folder that holds some.")
-    return sorted(found)
+            raise DataError(f"{path} does not exist; give a record.json, or a folder that contains some.")
+    return sorted(records)
 
 
-def readable(paths: Sequence[Path], tell: Callable[[str], None]) -> list[Path]:
-    """The records at or below the paths. A broken one named outright is an error, one met in a folder is told of."""
-    found = find_records(paths)
-    broken = {file for path in paths if path.is_dir() for file in path.rglob("record.json")} - set(found)
-    for file in sorted(broken):
-        try:
-            read_record(file)
-        except DataError as error:
-            if not found:
-                raise
-            tell(f"left out: {error}")
-    if not found:
-        raise DataError(f"no record lies in {', '.join(map(str, paths))}; `incvec run` writes one.")
-    return found
+def readable(paths: Sequence[Path], warn: Callable[[str], None] | None = None) -> list[Path]:
+    """The records at or below the paths, at least one; a broken one in a folder is an error, or a warning to `warn`."""
+    broken: list[DataError] = []
+    records = find_records(paths, broken.append)
+    if broken and (warn is None or not records):
+        raise broken[0]
+    for error in broken:
+        if warn is not None:
+            warn(f"left out: {error}")
+    if not records:
+        raise DataError(f"there is no record in {', '.join(map(str, paths))}; `incvec run` writes one.")
+    return records
 
 
-def _looks_like_record(path: Path) -> bool:
+def _meant_as_record(file: Path) -> bool:
+    """Whether an invalid file was meant as one: by its name, cut off, or with most of a record's keys."""
+    if file.name == "record.json":
+        return True
     try:
-        read_record(path)
-    except DataError:
-        return False
-    return True
+        content = json.loads(file.read_text())
+    except (ValueError, OSError):
+        return True
+    return isinstance(content, dict) and sum(key in content for key in REQUIRED) > len(REQUIRED) // 2
 
 
-def title(record: dict[str, Any]) -> str:
+def title(record: Mapping[str, Any]) -> str:
     """`podnet + ivt`, `podnet oracle`."""
     text = " + ".join([record["method"], *record["addons"]])
     return f"{text} oracle" if record["oracle"] else text

@@ -36,7 +36,7 @@ Preset = Mapping[str, Any] | str | Path
 
 
 @cache
-def _installed(group: str) -> tuple[EntryPoint, ...]:
+def installed_entry_points(group: str) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))
 
 
@@ -69,7 +69,7 @@ class Registry(MutableMapping[str, T]):
     def _all(self) -> dict[str, T | EntryPoint]:
         if not self._scanned:
             self._scanned = True
-            for point in _installed(self.group):
+            for point in installed_entry_points(self.group):
                 if point.name in self._entries:
                     self._scanned = False
                     source = f"entry point {point.value!r} of {point.dist.name if point.dist else 'a package'}"
@@ -120,14 +120,14 @@ def find_class(registry: Registry[str], name: str, base: Kind) -> Kind:
             raise
         raise ConfigError(f"the {kind} {name!r} cannot be imported from {registry[name]!r}: {error}.") from error
     _check_class(found, base, kind)
+    if found.name != name:
+        raise ConfigError(f"the {kind} {name!r} is a class with the name {found.name!r}: use one name for both.")
     return found  # type: ignore[no-any-return]
 
 
 def _check_class(cls: Any, base: type, kind: str) -> None:
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise ConfigError(
-            f"{cls!r} is registered as a {kind}: expected a subclass of incvec.contracts.{base.__name__}."
-        )
+        raise ConfigError(f"{cls!r} is not a {kind}: expected a subclass of incvec.contracts.{base.__name__}.")
     for attribute in ("name", "summary", "paper", "Options"):
         if not hasattr(cls, attribute):
             raise ConfigError(f"the {kind} class {cls.__name__} has no `{attribute}`: set it as a class attribute.")
@@ -153,7 +153,7 @@ def register_addon(cls: Kind, preset: Preset | None = None) -> Kind:
 
 
 def register_dataset(name: str, entry: Any) -> None:
-    """Make a data set available as `--dataset NAME`; `entry` is an `incvec.data.datasets.Entry`."""
+    """Make a data set available as `--dataset NAME`; `entry` is an `incvec.data.datasets.DatasetEntry`."""
     DATASETS.add(name, entry)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalize
+from incvec.addons.affine import Affine, Folded, input_moments, preceding_layers, write_maps
+from incvec.nets.batchnorm import batchnorm_layers
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def network() -> nn.Sequential:
         nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 4, 3), nn.BatchNorm2d(4), nn.Flatten(),
         nn.Linear(16, 6), nn.BatchNorm1d(6),
     )  # fmt: skip
-    for norm in norms_of(net).values():
+    for norm in batchnorm_layers(net).values():
         nn.init.uniform_(norm.weight, 0.5, 2.0)
         nn.init.normal_(norm.bias)
     for _ in range(5):
@@ -26,7 +27,7 @@ def network() -> nn.Sequential:
 
 
 def map_of(norm: nn.Module) -> Affine:
-    return Affine.of(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
+    return Affine.from_batchnorm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
 
 
 def test_a_layer_on_its_running_statistics_is_its_map(network: nn.Sequential) -> None:
@@ -43,7 +44,7 @@ def test_taken_back_and_told() -> None:
     there = new.teleported(old, (torch.tensor([0.5, 1.0]), torch.tensor([0.75, 0.5])))
     assert torch.allclose(there.slope, torch.tensor([1.0, 4.0]))
     assert torch.allclose(there.offset, torch.tensor([1.5, 2.0]))
-    there.tell(norm)
+    there.write_to(norm)
     assert torch.allclose(norm.weight, torch.tensor([2.0, 12.0]))  # slope times the deviation
     assert torch.allclose(norm.bias, torch.tensor([2.5, -6.0]))  # offset plus slope times the mean
 
@@ -53,14 +54,14 @@ def test_renormalizing_changes_no_function_but_whose_statistics_tell_it(network:
     images = 3 * torch.randn(64, 3, 6, 6) - 2  # of another kind than the statistics are of
     network.eval()
     before = network(images)
-    maps = {norm: map_of(norm) for norm in norms_of(network).values()}
+    maps = {norm: map_of(norm) for norm in batchnorm_layers(network).values()}
     network.train()
     assert (network(images) - before).abs().mean() > 0.5  # what the change of images alone does
 
     def look() -> None:
         network(images)
 
-    renormalize(maps, look)  # the pass in training mode has moved the statistics, so these are no longer the maps
+    write_maps(maps, look)  # the pass in training mode has moved the statistics, so these are no longer the maps
     assert all(norm.training and not norm._forward_pre_hooks for norm in maps)
     inputs = network[0](images)
     assert torch.allclose(network[1].running_mean, inputs.mean((0, 2, 3)), atol=1e-5)  # type: ignore[arg-type]
@@ -78,7 +79,7 @@ def test_statistics_of_what_is_seen_and_the_last_call_counts() -> None:
         norm(100 * x)  # as a method that looks at other views first
         norm(x)
 
-    found = moments([norm, other], look)
+    found = input_moments([norm, other], look)
     assert found.keys() == {norm}  # nobody called the other one
     mean, var = found[norm]
     assert mean.item() == pytest.approx(2)
@@ -94,15 +95,15 @@ def test_where_nothing_went_back_nothing_changes(network: nn.Sequential) -> None
         network(images)
 
     before = {name: value.clone() for name, value in network.named_parameters()}
-    norms = norms_of(network).values()
-    found = moments(norms, look)
-    renormalize({norm: Affine.of(norm.weight, norm.bias, *found[norm], norm.eps) for norm in norms}, look)
+    norms = batchnorm_layers(network).values()
+    found = input_moments(norms, look)
+    write_maps({norm: Affine.from_batchnorm(norm.weight, norm.bias, *found[norm], norm.eps) for norm in norms}, look)
     assert all(torch.allclose(value, before[name], atol=1e-5) for name, value in network.named_parameters())
 
 
 def test_nothing_seen_nothing_changed(network: nn.Sequential) -> None:
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    renormalize({norm: map_of(norm) for norm in norms_of(network).values()}, lambda: None)
+    write_maps({norm: map_of(norm) for norm in batchnorm_layers(network).values()}, lambda: None)
     assert all(torch.allclose(value, before[name]) for name, value in network.state_dict().items())
 
 
@@ -110,9 +111,9 @@ def test_an_error_while_looking_leaves_no_hook(network: nn.Sequential) -> None:
     def look() -> None:
         raise ValueError("no more memory")
 
-    maps = {norm: map_of(norm) for norm in norms_of(network).values()}
+    maps = {norm: map_of(norm) for norm in batchnorm_layers(network).values()}
     with pytest.raises(ValueError, match="memory"):
-        renormalize(maps, look)
+        write_maps(maps, look)
     assert all(norm.training and not norm._forward_pre_hooks for norm in maps)
 
 
@@ -134,7 +135,7 @@ def test_folded_and_parted_at_once_nothing_changes() -> None:
     product = fold(weight, torch.randn(4, 2, 3, 3), slopes, [1.0, 2.0, 3.0, 4.0], 1.0)
     for filters, was, slope in zip(weight, before, slopes, strict=True):
         assert torch.allclose(filters, slope * was)
-    slope = product.part()
+    slope = product.unfold()
     assert torch.allclose(weight, before, atol=1e-6)
     assert torch.allclose(slope, torch.tensor([2.0, -0.5, 0.0, 0.0]), atol=1e-6)
 
@@ -144,7 +145,7 @@ def test_filters_are_as_long_as_s_says() -> None:
     product = fold(weight, anchor, [2.0, -1.0], [10.0, 1.0], 0.75)
     assert torch.allclose(product.anchor, torch.tensor([[10.0, 0.0], [0.0, 4.0]]))
     weight.copy_(torch.tensor([[0.0, 8.0], [0.0, 2.0]]))  # wherever they are taken
-    slope = product.part()
+    slope = product.unfold()
     assert torch.allclose(weight.norm(dim=1), torch.tensor([1 + 0.75 * 4, 4 - 0.75 * 2]))
     assert torch.allclose(slope[:, None] * weight, torch.tensor([[0.0, 8.0], [0.0, 2.0]]))
     assert slope[1] < 0  # filters point where they pointed before
@@ -161,12 +162,12 @@ def test_no_slope_is_steeper_than_those_it_lies_between(size: float, scale: floa
     product = fold(weight, torch.ones(1, 4), [316.0], [1.0], scale)
     weight.lerp_(product.anchor, 0.5)
     wanted = weight.clone()
-    slope = product.part()
+    slope = product.unfold()
     assert 0 < slope.item() <= 316.001
     assert torch.allclose(slope * weight, wanted)
     tiny = torch.full((1, 4), 1e-23)
     both = fold(tiny, torch.full((1, 4), 1e-23), [316.0], [316.0], scale)
-    assert torch.isfinite(both.part()).all()
+    assert torch.isfinite(both.unfold()).all()
     assert torch.isfinite(tiny).all()
 
 
@@ -180,7 +181,7 @@ def test_how_long_the_anchors_filters_are_makes_no_difference_to_one_s(longer: f
     weight = now.clone()
     product = fold(weight, longer * then, new.tolist(), (old / longer).tolist(), 0.6)
     weight.lerp_(product.anchor, 0.4)
-    slope = product.part()
+    slope = product.unfold()
     assert torch.allclose(x @ (slope[:, None] * weight).T, wanted, atol=1e-4)
 
 
@@ -204,5 +205,5 @@ def test_which_layer_feeds_a_norm() -> None:
     def look() -> None:
         net(torch.randn(4, 3))
 
-    assert feeding(net, look) == {net.a: net.first}
+    assert preceding_layers(net, look) == {net.a: net.first}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())

@@ -41,7 +41,7 @@ def test_pair(method: str, addon: str, few: Dataset, tmp_path: Path, bases: Path
     refusal = expected_refusal(method, addon)
     run = make_run(few, tmp_path, given, bases)
     if refusal is not None:
-        with pytest.raises(ConfigError, match=f"add-on '{addon}' cannot go with {method}: .*{refusal}"):
+        with pytest.raises(ConfigError, match=f"add-on '{addon}' cannot be combined with {method}: .*{refusal}"):
             finish(run)
         return
     record = finish(run)

@@ -167,7 +167,7 @@ def test_ewc_measures_the_weights_it_holds_in_place(
     watch(monkeypatch, EWC, "end_task", before=lambda self, task: trained.append(state_of(self.model)))
     run = run_on(few, tmp_path, "ewc", *addons)
     merge = f"{addons[0] if len(addons) == 1 else addons[1]}-fisher"
-    names = [[stage.name for stage in run._plan(task)] for task in run.parts.tasks]
+    names = [[stage.name for stage in run.parts.plan(task)] for task in run.parts.tasks]
     last = ["imm-fisher"] if "imm" in addons else []
     assert names[0] == ["main", "fisher", merge, *last]  # nothing to merge yet
     assert names[1] == names[2] == ["main", merge, "fisher", *last]
@@ -177,18 +177,18 @@ def test_ewc_measures_the_weights_it_holds_in_place(
 
 def test_what_a_method_measures_before_training_stays_before_the_merge(few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "spu", "cofima", tasks=3, base_classes=0, spu={"net": "small", "epochs": 1})
-    names = [stage.name for stage in run._plan(run.parts.tasks[1])]
+    names = [stage.name for stage in run.parts.plan(run.parts.tasks[1])]
     assert names == ["score", "main", "cofima-fisher"]
 
 
 def test_prototypes_are_those_of_the_merged_model(few: Dataset, tmp_path: Path, monkeypatch: Any) -> None:
-    from incvec.methods.common import extract
+    from incvec.methods.common import extract_features
 
     run = run_on(few, tmp_path, "pass", "cofima")
     method, task = run.parts.method, run.parts.tasks[2]
     assert isinstance(method, ImageMethod)
     rows = method.rows_of(task.classes)
-    features = extract(method.model, run.parts.world, rows)
+    features = extract_features(method.model, run.parts.world, rows)
     labels = run.parts.world.train.labels[rows]
     for label in task.classes:
         assert torch.allclose(method.store["prototypes"][label], features[labels == label].mean(0), atol=1e-5)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incvec.addons.eopc import EOPC, Layout, across, angles, coefficients, path_loss, spaced, velocities
-from incvec.contracts import Batch, Output, Stage, Task
+from incvec.addons.eopc import EOPC, Layout, angles, coefficients, linspace, orthogonal_noise, path_loss, velocities
+from incvec.contracts import Batch, Stage, Task
 from incvec.data import Dataset
 from incvec.engine.build import check_names
 from incvec.engine.run import Run, finish
@@ -77,18 +77,18 @@ def test_angles_are_odd_quarters() -> None:
 
 
 def test_spaced_includes_both_ends() -> None:
-    assert spaced(0.1, 0.95, 10) == pytest.approx(torch.linspace(0.1, 0.95, 10).tolist())
-    assert spaced(0.7, 0.8, 1) == [0.75]
+    assert linspace(0.1, 0.95, 10) == pytest.approx(torch.linspace(0.1, 0.95, 10).tolist())
+    assert linspace(0.7, 0.8, 1) == [0.75]
 
 
 def test_noise_is_across_the_tangent_and_as_long_as_asked() -> None:
     tangent, noise = draws(4, 5).double(), draws(4, 5, seed=1).double()
-    result = across(tangent, noise, torch.tensor(6.0, dtype=torch.float64))
+    result = orthogonal_noise(tangent, noise, torch.tensor(6.0, dtype=torch.float64))
     assert (result * tangent).sum().item() == pytest.approx(0, abs=1e-12)
     assert result.norm().item() == pytest.approx(6)
     rest = noise - result * (result * noise).sum() / 36  # what is left of the noise lies along the tangent
     assert abs(F.cosine_similarity(rest.flatten(), tangent.flatten(), dim=0).item()) == pytest.approx(1)
-    assert torch.equal(across(torch.zeros(3), torch.zeros(3), torch.tensor(1.0)), torch.zeros(3))
+    assert torch.equal(orthogonal_noise(torch.zeros(3), torch.zeros(3), torch.tensor(1.0)), torch.zeros(3))
 
 
 def test_layout_goes_there_and_back() -> None:
@@ -99,7 +99,7 @@ def test_layout_goes_there_and_back() -> None:
     same(layout.unpack(matrix), tensors)
     assert layout.mask.sum().item() == sum(t.numel() for t in tensors.values())
     factors = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    scaled = layout.unpack(layout.spread(factors) * matrix)
+    scaled = layout.unpack(layout.per_row(factors) * matrix)
     for factor, (name, tensor) in zip((1, 2, 3, 4), tensors.items(), strict=True):
         assert torch.allclose(scaled[name], factor * tensor)
     (gradient,) = torch.autograd.grad(sum(t.sum() for t in scaled.values()), factors)  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def test_layout_goes_there_and_back() -> None:
 def test_path_loss_restated(t: float) -> None:
     logits, features, end = draws(4, 3), draws(4, 6, seed=1), draws(4, 6, seed=2)
     labels = torch.tensor([0, 2, 1, 2])  # classes 0 and 1 are old
-    ce, distance = path_loss(Output((), features, logits), end, labels, 2, 3, t, cut_off=0.75)
+    ce, distance = path_loss(logits, features, end, labels, 2, t, cut_off=0.75)
     rows = [0, 2] if t < 0.75 else [0, 1, 2, 3]
     each = [-math.log(math.exp(logits[i, labels[i]]) / sum(math.exp(z) for z in logits[i].tolist())) for i in rows]
     assert ce.item() == pytest.approx((abs(t - 0.5) + 0.1) * sum(each) / len(rows), rel=1e-5)
@@ -125,8 +125,7 @@ def test_path_loss_restated(t: float) -> None:
 
 
 def test_a_batch_without_old_samples_has_no_cross_entropy_before_the_cut_off() -> None:
-    output = Output((), draws(2, 3), draws(2, 3))
-    ce, _ = path_loss(output, draws(2, 3, seed=1), torch.tensor([2, 2]), 2, 3, 0.2, cut_off=0.75)
+    ce, _ = path_loss(draws(2, 3), draws(2, 3), draws(2, 3, seed=1), torch.tensor([2, 2]), 2, 0.2, cut_off=0.75)
     assert ce.item() == 0
 
 
@@ -142,7 +141,7 @@ def test_loss_and_gradient_against_a_plain_computation(
         checked.append(1)
         state = self.world.generator.get_state()
         terms = original(self, batch)
-        bends = [self.bends["a"], self.bends["b"]]
+        bends = [self.coefficients["a"], self.coefficients["b"]]
         gradients = torch.autograd.grad(sum(terms.values()), bends)  # type: ignore[arg-type]
         self.world.generator.set_state(state)
         ce, features, wanted = by_hand(self, batch, 3)
@@ -163,7 +162,7 @@ def by_hand(addon: EOPC, batch: Batch, count: int) -> tuple[float, float, list[T
     live, task, o = addon.method.model, addon.method.task, addon.options
     start = {name: addon.start[name] for name, _ in live.named_parameters()}
     stop = {name: p.detach() for name, p in live.named_parameters()}
-    a, b = addon.bends["a"].detach(), addon.bends["b"].detach()
+    a, b = addon.coefficients["a"].detach(), addon.coefficients["b"].detach()
     gradients = [torch.zeros_like(a), torch.zeros_like(b)]
     network = copy.deepcopy(live).eval()
 
@@ -220,7 +219,7 @@ def test_the_step_is_the_projected_gradient(few: Dataset, tmp_path: Path, monkey
         if stage.owner != "eopc":
             return
         assert set(parameters) == {"addons.eopc.a", "addons.eopc.b"}
-        now = {name: bend.detach().clone() for name, bend in self.bends.items()}
+        now = {name: bend.detach().clone() for name, bend in self.coefficients.items()}
         if before:
             steps.append((now["a"] - before[-1]["a"], before[-1]["g"]))
         gradient = parameters["addons.eopc.a"].grad
@@ -355,8 +354,8 @@ def test_noise_of_the_members_is_drawn_up_to_the_radius(
 def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "podnet", "eopc")
     tasks = run.parts.tasks
-    assert [stage.name for stage in run._plan(tasks[0])] == ["main"]
-    path = run._plan(tasks[1])[-1]
+    assert [stage.name for stage in run.parts.plan(tasks[0])] == ["main"]
+    path = run.parts.plan(tasks[1])[-1]
     assert (path.name, path.role, path.owner, path.batchnorm) == ("eopc-path", "path", "eopc", "frozen")
     assert path.optimizer is not None
     assert path.optimizer.momentum == 0
@@ -383,7 +382,7 @@ def test_presets(dataset: str, radius: float, ensemble_radius: float, place: flo
 
 def test_methods_without_exemplars_are_refused() -> None:
     for method in ("finetune", "pass", "ssre"):
-        with pytest.raises(ConfigError, match=f"exemplars of all classes seen, and {method} keeps none"):
+        with pytest.raises(ConfigError, match=f"exemplars of all classes seen, and {method} has none"):
             check_names(resolve(quick(method, "eopc")))
 
 

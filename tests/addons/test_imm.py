@@ -18,7 +18,7 @@ from tests.addons.tools import Tensors, run_on, same, snapshot, watch
 def test_mean_is_the_plain_average(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = record_trained(monkeypatch, IMM)
     run = run_on(few, tmp_path, "finetune", "imm", imm={"moment": "mean"})
-    assert [stage.name for stage in run._plan(run.parts.tasks[1])] == ["main"]  # no Fisher pass
+    assert [stage.name for stage in run.parts.plan(run.parts.tasks[1])] == ["main"]  # no Fisher pass
     same(snapshot(run, 0), trained[0])
     for task in (1, 2):
         for name, value in snapshot(run, task).items():

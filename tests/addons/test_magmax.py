@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from incvec.addons.magmax import MagMax, larger
+from incvec.addons.magmax import MagMax, larger_magnitude
 from incvec.contracts import Task
 from incvec.data import Dataset
 from incvec.methods.finetune import Finetune
@@ -25,7 +25,7 @@ def record_trained(patch: pytest.MonkeyPatch, kind: type) -> list[Tensors]:
 def test_larger_takes_the_later_of_equals() -> None:
     old = torch.tensor([1.0, -2.0, 3.0, 0.0, -1.0])
     new = torch.tensor([-1.0, 1.0, -4.0, 0.0, 1.0])
-    assert larger(old, new).tolist() == [-1.0, -2.0, -4.0, 0.0, 1.0]
+    assert larger_magnitude(old, new).tolist() == [-1.0, -2.0, -4.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("coefficient", [0.5, 0.8])
@@ -104,7 +104,7 @@ def test_old_rows_are_trained_where_a_loss_reaches_them(
     run = run_on(few, tmp_path, method, **given)
     name = "head.blocks.0.weight"
     assert not torch.equal(snapshot(run, 1)[name], snapshot(run, 0)[name])
-    assert run._plan(run.parts.tasks[1])[0].groups[0].prefixes == ("model", "auxiliary")
+    assert run.parts.plan(run.parts.tasks[1])[0].groups[0].prefixes == ("model", "auxiliary")
 
 
 def test_rows_stay_though_later_tasks_train_them(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_what_the_network_gains_later_is_merged_from_its_start(
         assert vectors[0].any()
         assert not torch.equal(*vectors)
         assert torch.equal(snapshot(run, 1)[name], 1 + 0.5 * vectors[0])
-        assert torch.equal(snapshot(run, 2)[name], 1 + 0.5 * larger(*vectors))
+        assert torch.equal(snapshot(run, 2)[name], 1 + 0.5 * larger_magnitude(*vectors))
 
 
 def test_the_base_row_is_that_of_the_base_model(few: Dataset, tmp_path: Path) -> None:

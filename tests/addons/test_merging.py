@@ -16,14 +16,13 @@ from incvec.addons.cofima import CoFiMA
 from incvec.addons.merging import (
     DEPLOYING,
     REPLACING,
-    class_outputs,
-    copies,
-    flat,
-    floats,
-    group_of,
+    copy_weights,
+    float_tensors,
     merge,
-    refusal,
-    share_of,
+    merge_incompatibility,
+    pack_state,
+    unpack_state,
+    weight_share,
 )
 from incvec.cli.sweep import plan
 from incvec.contracts import Batch, Stage, Task
@@ -40,7 +39,7 @@ from tests.conftest import quick
 def test_share_and_merge_are_the_weighted_mean() -> None:
     old, new = [1.0, 2.0, -3.0, 5.0], [2.0, 2.5, 4.0, 7.0]
     w_old, w_new = [1e-12, 0.0, 3.0, 0.0], [3e-12, 2.0, 0.0, 0.0]
-    share = share_of(torch.tensor(w_old), torch.tensor(w_new), unknown=0.25)
+    share = weight_share(torch.tensor(w_old), torch.tensor(w_new), default=0.25)
     merged = merge(torch.tensor(old), torch.tensor(new), share)
     for i in range(3):
         assert merged[i].item() == pytest.approx((w_old[i] * old[i] + w_new[i] * new[i]) / (w_old[i] + w_new[i]))
@@ -50,14 +49,8 @@ def test_share_and_merge_are_the_weighted_mean() -> None:
 
 
 def test_a_scalar_weight_counts_for_all_elements() -> None:
-    share = share_of(torch.tensor(2.0), torch.tensor(1.0), unknown=1.0)
+    share = weight_share(torch.tensor(2.0), torch.tensor(1.0), default=1.0)
     assert torch.allclose(merge(torch.zeros(2, 3), torch.ones(2, 3), share), torch.full((2, 3), 1 / 3))
-
-
-def test_class_outputs_takes_the_first_of_each_class() -> None:
-    logits = torch.arange(12.0).view(1, 12)
-    assert class_outputs(logits, 3).tolist() == [[0, 4, 8]]
-    assert class_outputs(logits, 12).tolist() == logits.tolist()
 
 
 def test_local_cross_entropy_runs_over_the_samples_own_side() -> None:
@@ -80,9 +73,9 @@ def test_the_local_variant_of_finetune_is_what_is_merged(dataset: str) -> None:
 
 
 def test_state_goes_flat_and_comes_back() -> None:
-    state = flat(anchor={"a.b": torch.ones(2)}, fisher={"a.b": torch.zeros(()), "c": torch.ones(1)})
+    state = pack_state(anchor={"a.b": torch.ones(2)}, fisher={"a.b": torch.zeros(()), "c": torch.ones(1)})
     assert list(state) == ["anchor/a.b", "fisher/a.b", "fisher/c"]
-    back = group_of(state, "fisher")
+    back = unpack_state(state, "fisher")
     assert list(back) == ["a.b", "c"]
     assert back["c"].data_ptr() != state["fisher/c"].data_ptr()
 
@@ -90,10 +83,10 @@ def test_state_goes_flat_and_comes_back() -> None:
 def test_copies_are_wide_and_floats_leave_integers_out() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2).to(torch.bfloat16), torch.nn.BatchNorm1d(2))
     assert "1.num_batches_tracked" in model.state_dict()
-    found = floats(model)
+    found = float_tensors(model)
     assert "1.num_batches_tracked" not in found
     assert "1.running_mean" in found
-    kept = copies(found)
+    kept = copy_weights(model)
     assert kept["0.weight"].dtype == torch.float32
     assert not kept["0.weight"].requires_grad
     assert kept["1.running_mean"].data_ptr() != found["1.running_mean"].data_ptr()
@@ -167,7 +160,9 @@ def test_the_order_of_add_ons_is_defined_or_refused() -> None:
             or {first, second} == {"cofima", "fisher-merge"}
         )  # fmt: skip
         if refused:
-            with pytest.raises(ConfigError, match=f"add-on '{second}' cannot go with podnet \\+ {first}: .+\\."):
+            with pytest.raises(
+                ConfigError, match=f"add-on '{second}' cannot be combined with podnet \\+ {first}: .+\\."
+            ):
                 check_names(config)
         else:
             check_names(config)
@@ -183,12 +178,12 @@ def test_the_sweep_of_merges_has_each_of_them() -> None:
 
 def test_reasons_name_the_other_add_on() -> None:
     podnet, joint = find_method("podnet"), find_method("joint")
-    assert "name cofima before it" in (refusal("cofima", podnet, ["ivt", "magmax"]) or "")
-    assert "imm deploys one already" in (refusal("magmax", podnet, ["imm"]) or "")
-    assert "choose one" in (refusal("fisher-merge", podnet, ["cofima"]) or "")
-    assert "joint trains all classes as one task" in (refusal("magmax", joint, []) or "")
-    assert refusal("magmax", podnet, ["ivt", "eopc", "cofima"]) is None
-    assert refusal("eopc", podnet, ["cofima"]) is None
+    assert "name cofima before it" in (merge_incompatibility("cofima", podnet, ["ivt", "magmax"]) or "")
+    assert "imm deploys one already" in (merge_incompatibility("magmax", podnet, ["imm"]) or "")
+    assert "use one of the two" in (merge_incompatibility("fisher-merge", podnet, ["cofima"]) or "")
+    assert "joint trains all classes as one task" in (merge_incompatibility("magmax", joint, []) or "")
+    assert merge_incompatibility("magmax", podnet, ["ivt", "eopc", "cofima"]) is None
+    assert merge_incompatibility("eopc", podnet, ["cofima"]) is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +196,7 @@ def test_reasons_name_the_other_add_on() -> None:
 )  # fmt: skip
 def test_several_run_together(addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "podnet", *addons)
-    names = [stage.name for stage in run._plan(run.parts.tasks[1])]
+    names = [stage.name for stage in run.parts.plan(run.parts.tasks[1])]
     own = {"eopc": "eopc-path", "cofima": "cofima-fisher", "fisher-merge": "fisher-merge-fisher", "imm": "imm-fisher"}
     assert names == ["main", "balance", *(own[addon] for addon in addons if addon in own)]
     assert all(math.isfinite(value) for row in run.matrix() for value in row)

@@ -9,9 +9,9 @@ import pytest
 
 from incvec.addons import ADDONS
 from incvec.data import Dataset
-from incvec.engine.run import Run, finish
-from tests.conftest import make_run, quick, same_record, same_weights
-from tests.engine.test_resume import break_after
+from incvec.engine.run import finish
+from tests.conftest import always_saving_run, make_run, quick, same_record, same_weights
+from tests.engine.test_resume import interrupt_after
 
 CASES: dict[str, dict[str, Any]] = {
     "cofima": quick("podnet", "cofima"),
@@ -36,14 +36,13 @@ def test_every_add_on_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_broken_off_at_every_event(name: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "_save_due", lambda self: True)  # save at every epoch
+def test_broken_off_at_every_event(name: str, few: Dataset, tmp_path: Path) -> None:
     given = CASES[name]
     whole = make_run(few, tmp_path / "whole", given)
     record = finish(whole)
     out = tmp_path / "broken"
     breaks = 0
-    while not break_after(make_run(few, out, given), 2 + breaks % 9):
+    while not interrupt_after(always_saving_run(few, out, given), 2 + breaks % 9):
         breaks += 1
         assert breaks < 100
     assert breaks > 5

@@ -1,4 +1,4 @@
-"""What the add-on tests share: runs that are watched while they go."""
+"""Helpers of the add-on tests: short runs, and observers of what happens in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def watch(
     before: Callable[..., None] | None = None,
     after: Callable[..., None] | None = None,
 ) -> None:
-    """Call `before` and `after` with the arguments of every call of a method, which itself runs as it is."""
+    """Call `before` and `after` with the arguments of every call of a method."""
     original = getattr(owner, name)
 
     def watched(*arguments: Any, **named: Any) -> Any:
@@ -40,7 +40,7 @@ def watch(
 
 
 def record_batches(patch: pytest.MonkeyPatch) -> list[Batch]:
-    """Every batch that any source hands out from now on."""
+    """A list that receives every batch that a source returns from now on."""
     seen: list[Batch] = []
     original = ImageSource.fetch
 
@@ -54,26 +54,31 @@ def record_batches(patch: pytest.MonkeyPatch) -> list[Batch]:
 
 
 def state_of(model: torch.nn.Module) -> Tensors:
-    """A copy of all a model holds."""
+    """A copy of the state dict."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def snapshot(run: Run, task: int) -> Tensors:
-    """The deployed model of a task, from the run's files."""
+    """The deployed model of a task, from its snapshot file."""
     prefix = "method/model."
     found = weights(run.snapshot_path(task))
     return {name.removeprefix(prefix): t for name, t in found.items() if name.startswith(prefix)}
 
 
 def run_on(data: Dataset, out: Path, method: str, *addons: str, **given: Any) -> Run:
-    """A very short run, turned to its end."""
+    """A very short run, finished."""
     run = make_run(data, out, quick(method, *addons, **given))
     finish(run)
     return run
 
 
 def same(a: Tensors, b: Tensors) -> None:
-    """Equal, bit for bit."""
+    """Assert that all tensors are equal, bit for bit."""
     assert a.keys() == b.keys()
     for name, tensor in a.items():
         assert torch.equal(tensor, b[name]), name
+
+
+def stage_names(run: Run, task: int) -> list[str]:
+    """The stages of a task, with those of the add-ons."""
+    return [stage.name for stage in run.parts.plan(run.parts.tasks[task])]

@@ -7,20 +7,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from PIL import Image
 
 from incvec.cli import data as data_commands
-from incvec.cli import main as cli
 from incvec.cli.sweep import plan, sweeps
 from incvec.config import RunConfig
 from incvec.data.store.open import open_store
 from incvec.data.stream import split
 from incvec.presets import load_presets, resolve
+from tests.cli.conftest import invoke, message
 from tests.data.pictures import make_root, make_store
-
-
-def incvec_(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "100"}).invoke(cli.app, [str(a) for a in arguments], prog_name="incvec")
 
 
 def test_pack_and_check(tmp_path: Path) -> None:
@@ -28,31 +24,31 @@ def test_pack_and_check(tmp_path: Path) -> None:
     names = tmp_path / "two.txt"
     names.write_text("n00000000\nn00000002\n")
     command = ("data", "pack", root, store, "--size", "16", "--classes", names, "--workers", "1")
-    result = incvec_(*command)
+    result = invoke(*command)
     assert result.exit_code == 0, result.output
     assert "2 classes, 10 training and 4 test images" in result.stdout
     assert "14 images packed" in result.stdout
-    again = incvec_(*command)
+    again = invoke(*command)
     assert "already packed" in again.stdout
-    report = incvec_("data", "check", store)
+    report = invoke("data", "check", store)
     assert report.exit_code == 0, report.output
     assert "the list 'two.txt@" in report.stdout
     assert "checksums are correct" in report.stdout
 
 
 def test_repair_was_removed(tmp_path: Path) -> None:
-    result = incvec_("data", "pack", make_root(tmp_path / "images"), tmp_path / "store", "--repair")
+    result = invoke("data", "pack", make_root(tmp_path / "images"), tmp_path / "store", "--repair")
     assert result.exit_code == 1
     told = " ".join(result.stderr.split())
     assert "--repair was removed. Remove" in told
     assert "pack the images again" in told
-    assert "--repair" not in incvec_("data", "pack", "--help").stdout
+    assert "--repair" not in invoke("data", "pack", "--help").stdout
 
 
 def test_a_damaged_store_names_its_images(tmp_path: Path) -> None:
     store = make_store(make_root(tmp_path / "images"), tmp_path / "store").root
     (store / "train-00000.bin").write_bytes(bytes((store / "train-00000.bin").stat().st_size))
-    result = incvec_("data", "check", store)
+    result = invoke("data", "check", store)
     assert result.exit_code == 1
     told = " ".join(result.stderr.split())
     assert "train images 4 to 7 (classes 'n00000000' to 'n00000001')" in told
@@ -63,20 +59,20 @@ def test_unreadable_images(tmp_path: Path) -> None:
     root, store = make_root(tmp_path / "images"), tmp_path / "store"
     (root / "train" / "n00000001" / "bad.jpg").write_text("text")
     command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
-    refused = incvec_(*command)
+    refused = invoke(*command)
     assert refused.exit_code == 1
     assert "bad.jpg" in refused.stderr
-    taken = incvec_(*command, "--unreadable", "leave-out")
+    taken = invoke(*command, "--unreadable", "leave-out")
     assert taken.exit_code == 0, taken.output
     assert "1 unreadable" in " ".join(taken.stdout.split())
-    assert "give --unreadable leave-out" in " ".join(incvec_(*command).stderr.split())
+    assert "give --unreadable leave-out" in " ".join(invoke(*command).stderr.split())
 
 
 def test_paths_are_printed_verbatim(tmp_path: Path) -> None:
     """Brackets are markup in rich."""
     root, store = make_root(tmp_path / "images"), tmp_path / "st[bold]y[/]"
     (root / "train" / "n00000001" / "notes.txt").write_text("not an image")
-    result = incvec_("data", "pack", root, store, "--size", "16", "--workers", "1")
+    result = invoke("data", "pack", root, store, "--size", "16", "--workers", "1")
     assert result.exit_code == 0, result.output
     assert str(store) in result.stdout
     assert "16.1 kB at 16 x 16" in result.stdout
@@ -88,19 +84,40 @@ def test_resuming_reports_the_verification(tmp_path: Path) -> None:
     bad = root / "train" / "n00000001" / "bad.jpg"
     bad.write_text("text")
     command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
-    assert "verifying" not in incvec_(*command).stdout
+    assert "verifying" not in invoke(*command).stdout
     bad.unlink()
-    again = incvec_(*command)
+    again = invoke(*command)
     assert again.exit_code == 0, again.output
     assert "packing was interrupted before: verifying what is there" in again.stdout
     assert "resuming: 6 of 21 images are packed" in again.stdout
+
+
+def test_check_of_class_folders(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8), "red").save(tmp_path / part / name / "1.png")
+    result = invoke("data", "check", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "2" in result.stdout
+    (tmp_path / "test" / "dog" / "1.png").write_bytes(b"no image")
+    result = invoke("data", "check", tmp_path)
+    assert result.exit_code == 1
+    assert "1.png" in message(result)
+    (tmp_path / "empty").mkdir()
+    for text in (
+        invoke("data", "check", "--help").stdout,
+        message(invoke("data", "check", tmp_path / "empty")),
+        message(invoke("data", "check", tmp_path / "absent")),
+    ):
+        assert "fgvc-aircraft-2013b/" in text
 
 
 def test_checking_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr, so that programs can read the report."""
     root = make_root(tmp_path / "images")
     monkeypatch.setattr(data_commands, "LINE_INTERVAL", 0.0)
-    result = incvec_("data", "check", root)
+    result = invoke("data", "check", root)
     assert result.exit_code == 0, result.output
     assert "checking: 21 of 21 images" in result.stderr
     assert "checking:" not in result.stdout
@@ -110,7 +127,7 @@ def test_upscaling_is_announced(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")  # 20 to 28 pixels wide, 20 to 22 high
     (root / "train" / "n00000000" / "000.png").write_text("no image")
     for size, upscaled in ((20, False), (32, True)):
-        result = incvec_("data", "pack", root, tmp_path / f"{size}", "--size", size, "--workers", "1")
+        result = invoke("data", "pack", root, tmp_path / f"{size}", "--size", size, "--workers", "1")
         assert ("smaller (short side 21) and will be upscaled; --size 21" in result.stdout) == upscaled
 
 
@@ -128,18 +145,18 @@ def test_signals_stop_packing_and_it_resumes(tmp_path: Path, monkeypatch: pytest
     try:
         with monkeypatch.context() as then:
             then.setattr(data_commands.PackProgress, "pack", kill)
-            stopped = incvec_(*command)
+            stopped = invoke(*command)
     finally:
         signal.signal(signal.SIGINT, handler)
     assert stopped.exit_code == 130
-    assert "stopped; run the same command again to go on" in stopped.stderr
+    assert "Interrupted. Run the same command again to resume." in stopped.stderr
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (store / "store.json").exists()
-    assert incvec_(*command).exit_code == 0
+    assert invoke(*command).exit_code == 0
 
 
 def test_a_missing_source_is_reported(tmp_path: Path) -> None:
-    result = incvec_("data", "pack", tmp_path / "nowhere", tmp_path / "store")
+    result = invoke("data", "pack", tmp_path / "nowhere", tmp_path / "store")
     assert result.exit_code == 1
     assert "does not exist" in " ".join(result.stderr.split())
 
@@ -178,14 +195,14 @@ def test_a_finished_run_requires_the_images_it_was_trained_on(tmp_path: Path) ->
     command = ["run", "--method", "finetune", "--dataset", "packed", "--set", "finetune.net=tiny", "--tasks", "2"]
     command += ["--set", "base_classes=0", "--set", "finetune.epochs=1", "--set", "finetune.batch_size=4"]
     command += ["--out", str(tmp_path / "run"), "--data-root"]
-    assert incvec_(*command, stores[0]).exit_code == 0
+    assert invoke(*command, stores[0]).exit_code == 0
     for root in (stores[0], tmp_path / "gone"):
-        assert "done already" in incvec_(*command, root).stdout
-    refused = incvec_(*command, stores[1])
+        assert "already finished" in invoke(*command, root).stdout
+    refused = invoke(*command, stores[1])
     assert refused.exit_code == 1
     told = " ".join(refused.stderr.split())
     given, expected = (open_store(store).fingerprint[:8] for store in reversed(stores))
-    assert f"other images of packed (their fingerprint begins with {expected}) than are given ({given})" in told
+    assert f"other images of packed (fingerprint {expected}) than the ones given ({given})" in told
     assert "choose another --out" in told
 
 

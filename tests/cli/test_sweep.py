@@ -1,4 +1,4 @@
-"""Sweeps: settings for some of the runs, a check that goes before the others, and the pre-trained table's sweeps."""
+"""Sweeps: their files, settings for some of the runs, the check, failures, several processes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from typer.testing import CliRunner
 
 import incvec
 from incvec.atomic_files import FileLock
-from incvec.cli.main import app
-from incvec.cli.sweep import plan, sweep, sweeps
+from incvec.cli.sweep import plan, run_sweep
 from incvec.config import RunConfig
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
 from incvec.engine.sweep import Check
 from incvec.errors import ConfigError, TrainingError
+from incvec.presets import sweeps
 from incvec.records import read_record
+from tests.cli.conftest import invoke
 from tests.conftest import make_run, quick, same_record
 
 PAPER = {
@@ -38,48 +38,52 @@ PAPER = {
 }  # fmt: skip
 
 
+QUIET = Console(quiet=True)
+
+
 def pairs(name: str) -> set[tuple[str, ...]]:
-    return {(config.method, *config.addons) for _, config in plan(name, [])}
+    """Method and add-ons of every run."""
+    return {(config.method, *config.addons) for _, config in plan(name)}
 
 
 # The pre-trained table ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "expected"), [("clip-cifar100", 68.25), ("clip-aircraft", 24.45)])
-def test_clip_sweeps_are_the_papers_table(name: str, expected: float) -> None:
+def test_clip_sweeps_have_the_runs_of_the_papers_table(name: str, expected: float) -> None:
     assert pairs(name) == PAPER
-    configs = [config for _, config in plan(name, [])]
+    configs = [config for _, config in plan(name)]
     assert {(config.tasks, config.base_classes, config.seed) for config in configs} == {(5, 0, 0), (10, 0, 0)}
     own = [config.sections[config.method] for config in configs]
     assert {(o["net"], o["weights"], o["tag"]) for o in own} == {("clip", "openai/clip-vit-base-patch16", "openai")}
     assert {o["lr"] for o, c in zip(own, configs, strict=True) if c.method != "rapf"} == {5e-6}
-    shown = CliRunner().invoke(app, ["sweep", name, "--dry-run"])
-    assert shown.exit_code == 0
-    assert f"{expected}, within 1.0" in shown.output
-    first, second = shown.output.splitlines()[:2]
-    assert first.startswith("first")
+    result = invoke("sweep", name, "--dry-run")
+    assert result.exit_code == 0
+    first, second = result.output.splitlines()[:2]
+    assert first.startswith("check")
+    assert f"{expected}, within 1.0" in first
     assert "zeroshot" in second
 
 
-def test_lite_sweeps() -> None:
+def test_lite_sweeps_have_the_same_rows_with_another_model() -> None:
     assert pairs("lite-cifar100") == PAPER
     assert pairs("lite-aircraft") == {("zeroshot",), ("flyp",), ("flyp", "ivt"), ("slca",), ("slca", "ivt")}
     for name, tasks in (("lite-cifar100", 10), ("lite-aircraft", 5)):
-        for _, config in plan(name, []):
+        for _, config in plan(name):
             own = config.sections[config.method]
             assert (config.tasks, config.base_classes, config.variant) == (tasks, 0, "lite")
             assert (own["net"], own["tag"]) == ("lite0-minilm", None)
-    rates = [config for _, config in plan("lite-rate", [])]
+    rates = [config for _, config in plan("lite-rate")]
     assert len({config.sections["flyp"]["lr"] for config in rates}) == len(rates) == 5
     assert {(c.held_out, c.stop_after, c.addons) for c in rates} == {(10, 2, ())}
-    chosen = {config.sections["flyp"]["lr"] for _, config in plan("lite-cifar100", []) if config.method == "flyp"}
+    chosen = {config.sections["flyp"]["lr"] for _, config in plan("lite-cifar100") if config.method == "flyp"}
     assert chosen <= {config.sections["flyp"]["lr"] for config in rates}
 
 
 # Settings for some of the runs -------------------------------------------------------------------------------
 
 
-def test_settings_go_to_the_runs_they_are_for() -> None:
+def test_settings_apply_to_runs_that_have_them() -> None:
     settings = ["method.weights=mine", "ivt.interval=5", "slca.tau=0.2"]
     for _, config in plan("clip-cifar100", settings):
         own = config.sections[config.method]
@@ -95,15 +99,15 @@ def test_settings_go_to_the_runs_they_are_for() -> None:
 # The file ----------------------------------------------------------------------------------------------------
 
 
-def test_numbers_and_lists_of_a_file(tmp_path: Path) -> None:
-    """1e-2 is a number here as in --config, and a setting that is a list is varied over lists."""
+def test_lists_are_varied_unless_the_setting_is_a_list(tmp_path: Path) -> None:
+    """1e-2 is a number, as in --config. A setting that is a list is varied over lists."""
     file = tmp_path / "mine.yaml"
     file.write_text(
         "runs:\n"
         "  - {method: bic, bic: {lr: [1e-2, 5e-3], bias_milestones: [10, 20]}}\n"
         "  - {method: lucir, lucir: {balance_milestones: [[10], [5, 8]]}}\n"
     )
-    own = [config.sections[config.method] for _, config in plan(str(file), [])]
+    own = [config.sections[config.method] for _, config in plan(str(file))]
     assert [(o["lr"], o["bias_milestones"]) for o in own[:2]] == [(0.01, [10, 20]), (0.005, [10, 20])]
     assert [o["balance_milestones"] for o in own[2:]] == [[10], [5, 8]]
 
@@ -116,13 +120,13 @@ def test_numbers_and_lists_of_a_file(tmp_path: Path) -> None:
         ("{method: podnet, addons: null}", "block 2.*addons = None is not possible"),
         ("{method: podnet, addons: ivt}", "block 2.*addons = 'ivt' is not possible"),
         ("{method: podnet, addons: [[[ivt]]]}", "block 2.*addons = .* is not possible"),
-        ("{method: podnet, 5: 1}", "block 2.*5 is no setting"),
-        ("{method: podnet, podnet: {5: 1}}", "block 2.*podnet.5' is no setting"),
+        ("{method: podnet, 5: 1}", "block 2.*5 is not a setting"),
+        ("{method: podnet, podnet: {5: 1}}", "block 2.*podnet.5' is not a setting"),
         ("{method: podnet, podnet: {epocs: 1}}", "block 2.*unknown setting podnet.epocs. Did you mean 'epochs'"),
-        ("podnet", "block 2.*a block is a mapping, this one is 'podnet'"),
+        ("podnet", "block 2.*expected a mapping of settings, given was 'podnet'"),
     ],
 )
-def test_a_block_that_cannot_work_is_named(runs: str, message: str, tmp_path: Path) -> None:
+def test_invalid_block_is_named_in_the_error(runs: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"runs: [{{method: finetune}}, {runs}]")
     for settings in ([], ["seed=1", "method.epochs=1"]):
@@ -130,15 +134,15 @@ def test_a_block_that_cannot_work_is_named(runs: str, message: str, tmp_path: Pa
             plan(str(file), settings)
 
 
-def test_a_file_that_is_no_sweep(tmp_path: Path) -> None:
+def test_file_that_is_not_a_sweep_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"runs: [{method: finetune}] # caf\xe9")
     with pytest.raises(ConfigError, match="is not a sweep: 'utf-8' codec"):
-        plan(str(file), [])
+        plan(str(file))
     for key, message in (("run", "'run'. Did you mean 'runs'"), ("5", "5"), ("seeds", "'seeds'")):
         file.write_text(f"runs: [{{method: finetune}}]\n{key}: [0, 1]")
-        with pytest.raises(ConfigError, match=f"mine.yaml: unknown key {message}.*settings stand in the blocks"):
-            plan(str(file), [])
+        with pytest.raises(ConfigError, match=f"mine.yaml: unknown key {message}.*settings belong into the blocks"):
+            plan(str(file))
 
 
 # The check ---------------------------------------------------------------------------------------------------
@@ -157,29 +161,29 @@ def write(path: Path, expected: float) -> Path:
     return path
 
 
-def done(folder: Path) -> list[str]:
+def finished(folder: Path) -> list[str]:
     return sorted(path.parent.name.split("-")[1] for path in folder.glob("*/record.json"))
 
 
-def test_nothing_runs_after_a_failed_check(tmp_path: Path) -> None:
+def test_failed_check_stops_the_sweep(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.yaml", 200.0)
     with pytest.raises(ConfigError, match=r"zeroshot has LA \d+\.?\d*, expected 200.0 within 60: nothing else.*Why\?"):
-        sweep(str(file), tmp_path / "out", None, ["stop_after=1"], 1, "flyp", Console(quiet=True))
-    assert done(tmp_path / "out") == ["zeroshot"]
+        run_sweep(str(file), tmp_path / "out", settings=["stop_after=1"], only="flyp", console=QUIET)
+    assert finished(tmp_path / "out") == ["zeroshot"]
     write(file, 40)
-    assert sweep(str(file), tmp_path / "out", None, ["stop_after=1"], 1, "flyp", Console(quiet=True)) == 0
-    assert done(tmp_path / "out") == ["flyp", "zeroshot"]
+    assert run_sweep(str(file), tmp_path / "out", settings=["stop_after=1"], only="flyp", console=QUIET) == 0
+    assert finished(tmp_path / "out") == ["flyp", "zeroshot"]
 
 
-def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
+def test_invalid_checks_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.yaml", 40)
     content = yaml.safe_load(file.read_text())
     file.write_text(yaml.safe_dump(content | {"check": content["check"] | {"of": {"method": "spu"}}}))
-    with pytest.raises(ConfigError, match="fits its check"):
-        sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
+    with pytest.raises(ConfigError, match="matches the settings of its check"):
+        run_sweep(str(file), tmp_path, console=QUIET, dry_run=True)
     file.write_text(yaml.safe_dump(content | {"check": {"wihtin": 3}}))
     with pytest.raises(ConfigError, match="takes of, metric, expected, within"):
-        sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
+        run_sweep(str(file), tmp_path, console=QUIET, dry_run=True)
     for change, message in [
         ({"of": 3}, "`of` of the check is 3; expected settings"),
         ({"metric": "AL"}, "`metric` of the check is 'AL'. .*Expected one of AA, LA, FM"),
@@ -189,19 +193,20 @@ def test_a_check_has_to_fit_a_run(tmp_path: Path) -> None:
     ]:
         file.write_text(yaml.safe_dump(content | {"check": content["check"] | change}))
         with pytest.raises(ConfigError, match=message):
-            sweep(str(file), tmp_path, None, [], 1, None, Console(quiet=True), dry_run=True)
+            run_sweep(str(file), tmp_path, console=QUIET, dry_run=True)
     with pytest.raises(ConfigError, match="has FM None"):
         Check({}, "FM", 1.0, 1.0).judge({"method": "zeroshot", "metrics": {"FM": None}})
 
 
-def test_a_dry_run_tells_settings_as_they_are_given(tmp_path: Path) -> None:
+def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
     text = io.StringIO()
     settings = ["ivt.stages=[main, balance]", "ivt.interval=null"]
-    sweep("digits", tmp_path, None, settings, 1, "podnet+ivt", Console(file=text, width=500), dry_run=True)
-    assert "ivt.interval=null ivt.stages=[main, balance]" in text.getvalue()
+    console = Console(file=text, width=500)
+    run_sweep("digits", tmp_path, settings=settings, only="podnet+ivt", console=console, dry_run=True)
+    assert "ivt.interval=null, ivt.stages=[main, balance]" in text.getvalue()
 
 
-def test_a_dry_run_tells_whatever_gives_a_folder_another_name(tmp_path: Path) -> None:
+def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Path) -> None:
     values = {
         "base_classes": "2", "order_seed": "7", "class_order": "[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]", "variant": "local",
         "device": "cpu", "precision": "fp32", "engine": "eager", "start": "there", "image_size": "16",
@@ -211,61 +216,64 @@ def test_a_dry_run_tells_whatever_gives_a_folder_another_name(tmp_path: Path) ->
     in_the_name = {"method", "addons", "dataset", "tasks", "seed", "oracle"}
     assert set(values) == set(RunConfig.model_fields) - in_the_name - {"sections"}
     file = tmp_path / "mine.yaml"
-    file.write_text("runs: [{method: finetune}]")
     for key, value in values.items():
+        dataset = "packed" if key in ("image_size", "class_list", "placement") else "digits"
+        file.write_text(f"runs: [{{method: finetune, dataset: {dataset}}}]")
         text = io.StringIO()
-        sweep(str(file), tmp_path, None, [f"{key}={value}"], 1, None, Console(file=text, width=500), dry_run=True)
-        assert re.match(r"to do  digits-finetune-3-s0-[0-9a-f]{8}  ", text.getvalue()), key
+        console = Console(file=text, width=500)
+        run_sweep(str(file), tmp_path, settings=[f"{key}={value}"], console=console, dry_run=True)
+        assert re.match(rf"to do    {dataset}-finetune-\d-s0-[0-9a-f]{{8}}  ", text.getvalue()), key
         assert f"{key} {value}" in text.getvalue() or f" {key}={value}" in text.getvalue()
 
 
-def test_every_packaged_sweep_can_be_planned() -> None:
-    for name in sweeps():
-        assert plan(name, [])
+@pytest.mark.parametrize("name", sweeps())
+def test_packaged_sweep_is_valid(name: str) -> None:
+    assert plan(name)
 
 
-# One that fails ----------------------------------------------------------------------------------------------
+# Failures ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_failed_run_is_told_to_the_letter(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever brackets stand in the message; the others finish."""
+def test_error_of_a_failed_run_is_printed_verbatim(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brackets in the message are not markup. The other runs finish."""
     original = Run.events
 
-    def events(self: Run) -> Iterator[ev.Event]:
+    def events(self: Run, **options: Any) -> Iterator[ev.Event]:
         if self.config.method == "finetune":
             yield ev.Notice("found [/tmp/a]")
             raise TrainingError("no file [/tmp/x] for [red]")
-        yield from original(self)
+        yield from original(self, **options)
 
     monkeypatch.setattr(Run, "events", events)
     file = tmp_path / "mine.yaml"
     run = {"method": ["finetune", "replay"], "dataset": "digits", "stop_after": 1}
     file.write_text(yaml.safe_dump({"name": "mine", "runs": [run]}))
     console = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
-    assert sweep(str(file), tmp_path / "out", None, ["method.epochs=1"], 2, None, console) == 1
+    assert run_sweep(str(file), tmp_path / "out", settings=["method.epochs=1"], at_once=2, console=console) == 1
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "TrainingError: no file [/tmp/x] for [red]" in shown
     assert "found [/tmp/a]" in shown
-    assert done(tmp_path / "out") == ["replay"]
+    assert finished(tmp_path / "out") == ["replay"]
 
 
-def test_one_that_fails_among_others(tmp_path: Path) -> None:
-    """The command ends with status 1 and says which; the others are done. Started again, it tries that one again."""
+def test_failed_run_gives_exit_code_1_and_is_tried_again(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("runs: [{method: replay, replay: {memory: 1000}}, {method: [finetune, ewc]}]")
     command = ["sweep", str(file), "--out", str(tmp_path / "out"), "--at-once", "2", "--set", "stop_after=1"]
-    for told in ("done digits-finetune", "done digits-ewc"):
-        result = CliRunner().invoke(app, [*command, "--set", "method.epochs=1", "--set", "method.net=tiny"])
+    for other in ("finished digits-finetune", "finished digits-ewc"):
+        result = invoke(*command, "--set", "method.epochs=1", "--set", "method.net=tiny")
         assert result.exit_code == 1
         assert "failed digits-replay-3-s0" in result.output
         assert "lower replay.memory" in result.output
-        assert told in result.output
-        assert done(tmp_path / "out") == ["ewc", "finetune"]
+        assert other in result.output
+        assert finished(tmp_path / "out") == ["ewc", "finetune"]
 
 
 @pytest.mark.slow
-def test_a_sweep_that_was_killed_does_what_is_left(tmp_path: Path) -> None:
+def test_killed_sweep_resumes(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("runs: [{method: finetune, finetune: {epochs: 1}}, {method: [replay, lwf]}]")
     settings = ["method.net=tiny", "replay.epochs=40", "lwf.epochs=1", "stop_after=1"]
@@ -285,20 +293,20 @@ def test_a_sweep_that_was_killed_does_what_is_left(tmp_path: Path) -> None:
     assert [(run / "record.json").exists() for run in (short, long, last)] == [True, False, False]
     before = (short / "record.json").stat().st_mtime_ns
 
-    assert sweep(str(file), tmp_path / "out", None, settings, 1, None, Console(quiet=True)) == 0
-    assert done(tmp_path / "out") == ["finetune", "lwf", "replay"]
+    assert run_sweep(str(file), tmp_path / "out", settings=settings, console=QUIET) == 0
+    assert finished(tmp_path / "out") == ["finetune", "lwf", "replay"]
     assert (short / "record.json").stat().st_mtime_ns == before
-    assert sweep(str(file), tmp_path / "unbroken", None, settings, 1, "replay", Console(quiet=True)) == 0
+    assert run_sweep(str(file), tmp_path / "unbroken", settings=settings, only="replay", console=QUIET) == 0
     same_record(*(read_record(out / long.name) for out in (tmp_path / "out", tmp_path / "unbroken")))
 
 
-def test_a_sweep_trains_with_the_threads_of_a_single_run(tmp_path: Path) -> None:
-    """On tiny images one, so that a base is the same whoever trained it."""
+def test_sweep_uses_the_threads_of_a_single_run(tmp_path: Path) -> None:
+    """One on small images, so that a base is the same whether a run or a sweep trained it."""
     file = tmp_path / "mine.yaml"
     file.write_text("runs: [{method: finetune, dataset: digits, device: cpu, stop_after: 1}]")
     torch.set_num_threads(2)
     try:
-        assert sweep(str(file), tmp_path / "out", None, ["method.epochs=1"], 1, None, Console(quiet=True)) == 0
+        assert run_sweep(str(file), tmp_path / "out", settings=["method.epochs=1"], console=QUIET) == 0
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -309,7 +317,7 @@ def test_a_sweep_trains_with_the_threads_of_a_single_run(tmp_path: Path) -> None
 # Several processes -------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
+def test_run_of_another_process_is_skipped(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     run = {"method": ["finetune", "replay"], "dataset": "digits", "stop_after": 1}
     file.write_text(yaml.safe_dump({"name": "mine", "runs": [run]}))
@@ -318,19 +326,18 @@ def test_a_run_that_another_process_does_is_left_to_it(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "out" / taken / ".lock")
     assert lock.acquire()
     console = Console(file=io.StringIO(), width=200)
-    assert sweep(str(file), tmp_path / "out", None, settings, 2, None, console) == 0
-    assert "elsewhere" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert done(tmp_path / "out") == ["replay"]
+    assert run_sweep(str(file), tmp_path / "out", settings=settings, at_once=2, console=console) == 0
+    assert "in another process" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert finished(tmp_path / "out") == ["replay"]
     lock.release()
-    assert sweep(str(file), tmp_path / "out", None, settings, 2, None, Console(quiet=True)) == 0
-    assert done(tmp_path / "out") == ["finetune", "replay"]
+    assert run_sweep(str(file), tmp_path / "out", settings=settings, at_once=2, console=QUIET) == 0
+    assert finished(tmp_path / "out") == ["finetune", "replay"]
 
 
 # Part of a stream --------------------------------------------------------------------------------------------
 
 
-def test_a_run_may_stop_early(few: Dataset, tmp_path: Path) -> None:
-    """What it has then is what the whole run had at that point."""
+def test_stop_after_gives_the_first_tasks_of_the_whole_run(few: Dataset, tmp_path: Path) -> None:
     whole = finish(make_run(few, tmp_path / "whole", quick("flyp")))
     part = make_run(few, tmp_path / "part", quick("flyp", stop_after=2, snapshots=False))
     record = finish(part)

@@ -1,5 +1,8 @@
 """The adapters in their hosts' own loops; skipped where a host is not installed."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -37,7 +40,7 @@ def plain(epochs: int, clip: float | None) -> tuple[nn.Linear, IVT]:
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_lightning(clip, tmp_path):
+def test_lightning(clip: Any, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from incvec.ivt.adapters.lightning import IVTCallback
 
@@ -46,10 +49,10 @@ def test_lightning(clip, tmp_path):
             super().__init__()
             self.network = network()
 
-        def training_step(self, batch, index):
+        def training_step(self, batch: Any, index: Any) -> Any:
             return functional.cross_entropy(self.network(batch[0]), batch[1])
 
-        def configure_optimizers(self):
+        def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Module()
@@ -66,7 +69,7 @@ def test_lightning(clip, tmp_path):
     torch.testing.assert_close(dict(callback.ivt.cumulative), dict(ivt.cumulative))
 
 
-def test_lightning_goes_on_from_its_checkpoint(tmp_path):
+def test_lightning_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
     from incvec.ivt.adapters.lightning import IVTCallback
 
@@ -75,18 +78,18 @@ def test_lightning_goes_on_from_its_checkpoint(tmp_path):
             super().__init__()
             self.network = network()
 
-        def training_step(self, batch, index):
+        def training_step(self, batch: Any, index: Any) -> Any:
             return functional.cross_entropy(self.network(batch[0]), batch[1])
 
-        def configure_optimizers(self):
+        def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     class Stop(lightning.Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
-    def fit(module, callback, *others, **resume):
+    def fit(module: Any, callback: Any, *others: Any, **resume: Any) -> None:
         trainer = lightning.Trainer(
             max_epochs=3, accelerator="cpu", devices=1, callbacks=[callback, *others], logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -106,7 +109,7 @@ def test_lightning_goes_on_from_its_checkpoint(tmp_path):
     torch.testing.assert_close(dict(resumed.ivt.cumulative), dict(callback.ivt.cumulative), rtol=0, atol=0)
 
 
-def test_huggingface(tmp_path):
+def test_huggingface(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from incvec.ivt.adapters.huggingface import IVTCallback
@@ -116,7 +119,7 @@ def test_huggingface(tmp_path):
             super().__init__()
             self.network = network()
 
-        def forward(self, x, labels):
+        def forward(self, x: Any, labels: Any) -> Any:
             return {"loss": functional.cross_entropy(self.network(x), labels)}
 
     model = Model()
@@ -124,7 +127,7 @@ def test_huggingface(tmp_path):
     rows = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
 
     class Trainer(transformers.Trainer):
-        def _get_train_sampler(self, *args):
+        def _get_train_sampler(self, *args: Any) -> Any:
             return torch.utils.data.SequentialSampler(rows)
 
     for _ in range(2):

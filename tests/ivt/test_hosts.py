@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from incvec import IVT
 SCALE = 1024.0
 
 
-def train_scaled(fused: bool, kind: type[torch.optim.Optimizer], poison: int | None, unscale: bool):
+def train_scaled(fused: bool, kind: type[torch.optim.Optimizer], poison: int | None, unscale: bool) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = kind(model.parameters(), lr=1e-3, fused=fused)
@@ -46,7 +47,9 @@ def train_scaled(fused: bool, kind: type[torch.optim.Optimizer], poison: int | N
 @pytest.mark.parametrize("poison", [None, 2])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_grad_scaler_leaves_true_gradients_and_skipped_steps_out(fused, kind, poison, unscale):
+def test_a_grad_scaler_leaves_true_gradients_and_skipped_steps_out(
+    fused: Any, kind: Any, poison: Any, unscale: Any
+) -> None:
     got, want, steps = train_scaled(fused, kind, poison, unscale)
     torch.testing.assert_close(got, want)
     assert steps == (4 if poison is None else 3)
@@ -82,7 +85,7 @@ def train_distributed(rank: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_processes_with_ddp_end_where_one_does(tmp_path):
+def test_two_processes_with_ddp_end_where_one_does(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(train_distributed, (str(tmp_path),), nprocs=2, start_method="spawn")
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     alone = train_two_tasks(small_network(), slice(None))
@@ -91,7 +94,7 @@ def test_two_processes_with_ddp_end_where_one_does(tmp_path):
     torch.testing.assert_close(first, alone)
 
 
-def test_the_plugin_imports_torch_and_nothing_else_of_the_package():
+def test_the_plugin_imports_torch_and_nothing_else_of_the_package() -> None:
     code = (
         "import sys, incvec; "
         "rooms = sorted({m.split('.')[1] for m in sys.modules if m.startswith('incvec.')}); "
@@ -108,7 +111,7 @@ def test_the_plugin_imports_torch_and_nothing_else_of_the_package():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("structure", ["diagonal", "kernel"])
-def test_a_captured_step_accumulates_without_synchronizing(structure):
+def test_a_captured_step_accumulates_without_synchronizing(structure: str) -> None:
     def run(captured: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)).cuda()

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from incvec import IVT
 from .loops import base_task, grow, network, step, values
 
 
-def test_one_epoch_is_the_mean_of_squares_and_the_next_starts_from_zero():
+def test_one_epoch_is_the_mean_of_squares_and_the_next_starts_from_zero() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer)
@@ -29,7 +30,7 @@ def test_one_epoch_is_the_mean_of_squares_and_the_next_starts_from_zero():
     torch.testing.assert_close(dict(ivt.cumulative), last)
 
 
-def test_teleport_comes_every_interval_th_epoch_and_not_in_the_first_task():
+def test_teleport_comes_every_interval_th_epoch_and_not_in_the_first_task() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=2)
@@ -52,7 +53,7 @@ def test_teleport_comes_every_interval_th_epoch_and_not_in_the_first_task():
         ivt.end_task()
 
 
-def test_a_teleport_towards_something_else_and_with_some_left_where_they_are():
+def test_a_teleport_towards_something_else_and_with_some_left_where_they_are() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=None)
@@ -74,7 +75,7 @@ def test_a_teleport_towards_something_else_and_with_some_left_where_they_are():
         torch.testing.assert_close(value, wanted)
 
 
-def test_cumulative_adds_the_last_epoch_of_each_task():
+def test_cumulative_adds_the_last_epoch_of_each_task() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=None)
@@ -90,7 +91,7 @@ def test_cumulative_adds_the_last_epoch_of_each_task():
 
 
 @pytest.mark.parametrize("memory", ["device", "host"])
-def test_cumulative_of_the_first_task_is_a_copy(memory):
+def test_cumulative_of_the_first_task_is_a_copy(memory: Any) -> None:
     """A captured step still adds into the old sums when it is replayed after the task."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,7 +106,7 @@ def test_cumulative_of_the_first_task_is_a_copy(memory):
     torch.testing.assert_close(dict(ivt.cumulative), {name: g**2 for name, g in gradients.items()})
 
 
-def test_without_interval_the_user_teleports():
+def test_without_interval_the_user_teleports() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=None)
@@ -132,7 +133,7 @@ def test_without_interval_the_user_teleports():
         lambda ps: torch.optim.RMSprop(ps, lr=0.1),
     ],
 )
-def test_parameter_objects_and_optimizer_state_survive_a_teleport(make):
+def test_parameter_objects_and_optimizer_state_survive_a_teleport(make: Any) -> None:
     model = network()
     optimizer = make(model.parameters())
     ivt = IVT(model, optimizer, interval=1)
@@ -151,7 +152,7 @@ def test_parameter_objects_and_optimizer_state_survive_a_teleport(make):
     assert not torch.equal(model[0].weight, moved)
 
 
-def test_optimizer_state_can_be_reset_in_place():
+def test_optimizer_state_can_be_reset_in_place() -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=1, optimizer_state="reset")
@@ -172,7 +173,7 @@ def test_optimizer_state_can_be_reset_in_place():
         IVT(model, optimizer_state="reset").begin_task()
 
 
-def test_reset_leaves_the_state_of_new_parameters_alone():
+def test_reset_leaves_the_state_of_new_parameters_alone() -> None:
     model = nn.ModuleDict({"old": nn.Linear(2, 2)})
     ivt = IVT(model, interval=1, optimizer_state="reset")
     for task in range(2):
@@ -191,7 +192,7 @@ def test_reset_leaves_the_state_of_new_parameters_alone():
     assert buffers["new.weight"].all()
 
 
-def test_new_rows_and_new_parameters_never_move_and_vanished_ones_are_dropped():
+def test_new_rows_and_new_parameters_never_move_and_vanished_ones_are_dropped() -> None:
     model = network()
     model.register_parameter("old", nn.Parameter(torch.ones(2, dtype=torch.float64)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -222,7 +223,7 @@ def test_new_rows_and_new_parameters_never_move_and_vanished_ones_are_dropped():
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (1, 3), (3,)])
-def test_a_parameter_that_changed_otherwise_is_refused(shape):
+def test_a_parameter_that_changed_otherwise_is_refused(shape: Any) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer)
@@ -232,7 +233,7 @@ def test_a_parameter_that_changed_otherwise_is_refused(shape):
         ivt.begin_task(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_growing_after_begin_task_is_noticed():
+def test_growing_after_begin_task_is_noticed() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=1)
@@ -244,7 +245,7 @@ def test_growing_after_begin_task_is_noticed():
         ivt.end_epoch()
 
 
-def test_memory_is_anchor_cumulative_and_fisher():
+def test_memory_is_anchor_cumulative_and_fisher() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=1)
@@ -261,7 +262,7 @@ def test_memory_is_anchor_cumulative_and_fisher():
     assert not ivt.fisher
 
 
-def test_state_is_float32_or_wider_whatever_the_model():
+def test_state_is_float32_or_wider_whatever_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2), nn.Linear(2, 2).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=1)
@@ -274,7 +275,7 @@ def test_state_is_float32_or_wider_whatever_the_model():
     assert model[0].weight.dtype == torch.bfloat16
 
 
-def test_report_tells_of_the_last_teleport():
+def test_report_tells_of_the_last_teleport() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer, interval=1)
@@ -297,7 +298,7 @@ def test_report_tells_of_the_last_teleport():
         assert row["ratio"] == pytest.approx(f.mean().item() / a.mean().item())
 
 
-def test_set_fisher_stands_for_the_tasks_own():
+def test_set_fisher_stands_for_the_tasks_own() -> None:
     model = network()
     ivt = IVT(model)
     ivt.begin_task()

@@ -1,5 +1,7 @@
 """The fast plug-in against Algorithm 1 written out in float64: 100 random steps, a head that grows."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -75,19 +77,19 @@ def by_the_book(tasks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def task(index: int) -> ReferenceTask:
-        def initialize(theta):
+        def initialize(theta: Any) -> Any:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.copy_(theta[name])
             model.grow(index)
             return dict(model.named_parameters())
 
-        def gradient(theta, batch):
+        def gradient(theta: Any, batch: Any) -> Any:
             leaves = {name: value.requires_grad_() for name, value in theta.items()}
             loss = functional.cross_entropy(functional_call(model, leaves, (batch[0].double(),)), batch[1])
             return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
-        def update(theta, g):
+        def update(theta: Any, g: Any) -> Any:
             return {name: theta[name] - LEARNING_RATE * g[name] for name in theta}
 
         return ReferenceTask(initialize, batches(index), gradient, update)
@@ -96,7 +98,7 @@ def by_the_book(tasks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-4)])
-def test_the_plugin_equals_the_reference_after_100_steps(dtype, tolerance):
+def test_the_plugin_equals_the_reference_after_100_steps(dtype: Any, tolerance: Any) -> None:
     theta, cumulative = with_plugin(dtype, tasks=4)
     want_theta, want_cumulative = by_the_book(tasks=4)
     assert want_theta["head.weight"].shape == (8, 6)
@@ -108,7 +110,7 @@ def test_the_plugin_equals_the_reference_after_100_steps(dtype, tolerance):
         )
 
 
-def test_the_reference_teleports_at_all():
+def test_the_reference_teleports_at_all() -> None:
     with_ivt, _ = by_the_book(tasks=2)
     global INTERVAL
     interval, INTERVAL = INTERVAL, None
@@ -119,7 +121,7 @@ def test_the_reference_teleports_at_all():
     assert not torch.allclose(with_ivt["trunk.weight"], without["trunk.weight"], atol=1e-2)
 
 
-def test_two_tasks_of_quadratics_end_at_the_oracle():
+def test_two_tasks_of_quadratics_end_at_the_oracle() -> None:
     """Proposition 1 through the whole plug-in: gradients whose squares are the Hessians, exact minima."""
     generator = torch.Generator().manual_seed(5)
     h1, h2 = (torch.rand(2, 6, generator=generator, dtype=torch.float64) + 0.1).unbind()

@@ -1,6 +1,8 @@
 """Saving and going on: nothing may change."""
 
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from torch import nn
 
 from incvec import IVT
 
+from .loops import network, step
+
 
 def build(head: int = 2) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, head))
 
 
-def run(stop: tuple[int, int, int] | None, structure: str = "diagonal", through=lambda state: state):
+def run(stop: tuple[int, int, int] | None, structure: str = "diagonal", through: Any = lambda state: state) -> Any:
     """Two tasks of two epochs of three steps; at `stop` everything is made anew from saved states."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -46,21 +50,21 @@ def run(stop: tuple[int, int, int] | None, structure: str = "diagonal", through=
 
 @pytest.mark.parametrize("structure", ["diagonal", "kernel"])
 @pytest.mark.parametrize("stop", [(0, 0, 0), (0, 1, 2), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 2), (1, 1, 3)])
-def test_saving_and_loading_in_the_middle_of_an_epoch_changes_nothing(stop, structure):
+def test_saving_and_loading_in_the_middle_of_an_epoch_changes_nothing(stop: Any, structure: str) -> None:
     torch.testing.assert_close(run(stop, structure), run(None, structure), rtol=0, atol=0)
 
 
-def test_a_state_goes_through_a_safetensors_file_as_it_is(tmp_path):
+def test_a_state_goes_through_a_safetensors_file_as_it_is(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
 
-    def through(state):
+    def through(state: Any) -> Any:
         safetensors.save_file(state, tmp_path / "state.safetensors")
         return safetensors.load_file(tmp_path / "state.safetensors")
 
     torch.testing.assert_close(run((1, 1, 2), through=through), run(None), rtol=0, atol=0)
 
 
-def test_the_keys_are_flat_and_say_what_they_hold():
+def test_the_keys_are_flat_and_say_what_they_hold() -> None:
     model = nn.Linear(2, 2)
     ivt = IVT(model)
     ivt.begin_task()
@@ -81,7 +85,7 @@ def test_the_keys_are_flat_and_say_what_they_hold():
     assert set(ivt.state_dict()) == {"cumulative/weight", "steps", "task", "epoch", "in_task", "epoch_finalized"}
 
 
-def test_channels_last_states_are_saved_contiguous_and_come_back():
+def test_channels_last_states_are_saved_contiguous_and_come_back() -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     ivt = IVT(model)
     ivt.begin_task()
@@ -95,7 +99,7 @@ def test_channels_last_states_are_saved_contiguous_and_come_back():
     torch.testing.assert_close(other.fisher["weight"], model.weight.grad**2)
 
 
-def test_loading_writes_into_the_buffers_that_are_there():
+def test_loading_writes_into_the_buffers_that_are_there() -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ivt = IVT(model, optimizer)
@@ -109,7 +113,7 @@ def test_loading_writes_into_the_buffers_that_are_there():
             ivt.end_task()
     state = ivt.state_dict()
 
-    def pointers():
+    def pointers() -> Any:
         parts = (ivt.anchor, ivt.cumulative, ivt.fisher)
         counters = [*ivt._fisher._steps.values(), *ivt._fisher._ones.values()]
         return [value.data_ptr() for part in parts for _, value in sorted(part.items())] + [
@@ -123,7 +127,7 @@ def test_loading_writes_into_the_buffers_that_are_there():
     torch.testing.assert_close(ivt.state_dict(), state, rtol=0, atol=0)
 
 
-def test_optimizers_at_their_own_pace_keep_their_counts():
+def test_optimizers_at_their_own_pace_keep_their_counts() -> None:
     def drive(reload: bool) -> dict[str, torch.Tensor]:
         model = build()
         first = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -149,10 +153,10 @@ def test_optimizers_at_their_own_pace_keep_their_counts():
     assert got["2.bias"][0].item() == pytest.approx((1 + 9) / 2)
 
 
-def test_states_that_do_not_fit_are_refused():
+def test_states_that_do_not_fit_are_refused() -> None:
     model = build()
     ivt = IVT(model)
-    with pytest.raises(KeyError, match="no state of IVT"):
+    with pytest.raises(KeyError, match="not a state of IVT"):
         ivt.load_state_dict({"weight": torch.ones(1)})
     ivt.begin_task()
     for parameter in model.parameters():
@@ -165,11 +169,11 @@ def test_states_that_do_not_fit_are_refused():
         IVT(model, structure="kernel").load_state_dict(state)
     with pytest.raises(KeyError, match="no such parameter"):
         IVT(nn.Linear(2, 2)).load_state_dict(state)
-    with pytest.raises(ValueError, match="counts steps of 1 tensors"):
+    with pytest.raises(ValueError, match="step counts for 1 tensors"):
         ivt.load_state_dict({**state, "steps": torch.ones(1)})
 
 
-def test_a_state_saved_between_tasks_fits_a_model_that_has_grown_since():
+def test_a_state_saved_between_tasks_fits_a_model_that_has_grown_since() -> None:
     model = build()
     ivt = IVT(model)
     ivt.begin_task()
@@ -182,12 +186,12 @@ def test_a_state_saved_between_tasks_fits_a_model_that_has_grown_since():
     assert grown.cumulative["2.bias"].tolist() == [1.0, 1.0, 0.0]
 
 
-def test_a_loaded_state_without_its_optimizer_is_noticed_at_the_first_epoch():
+def test_a_loaded_state_without_its_optimizer_is_noticed_at_the_first_epoch() -> None:
     """An IVT that was told of its optimizer by begin_task() must be told again; F_t would stay the saved one."""
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step():
+    def step() -> None:
         model(torch.ones(2, 1, 3, 3)).square().sum().backward()
         optimizer.step()
 
@@ -211,7 +215,7 @@ def test_a_loaded_state_without_its_optimizer_is_noticed_at_the_first_epoch():
 
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(0, 5))
 @settings(max_examples=25, deadline=None)
-def test_any_cut_of_an_epoch_gives_the_same_fisher(seed, steps, cut):
+def test_any_cut_of_an_epoch_gives_the_same_fisher(seed: Any, steps: Any, cut: Any) -> None:
     model = nn.Linear(3, 2)
     straight, broken = IVT(model), IVT(model)
     straight.begin_task()
@@ -229,3 +233,18 @@ def test_any_cut_of_an_epoch_gives_the_same_fisher(seed, steps, cut):
     straight.end_epoch()
     broken.end_epoch()
     torch.testing.assert_close(dict(broken.fisher), dict(straight.fisher), rtol=0, atol=0)
+
+
+def test_state_saved_under_the_earlier_name_of_a_counter_loads() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, optimizer)
+    ivt.begin_task()
+    step(model, optimizer, seed=0)
+    ivt.end_epoch()
+    state = ivt.state_dict()
+    state["epoch_finalised"] = state.pop("epoch_finalized")
+    other = IVT(model, optimizer)
+    other.load_state_dict(state)
+    assert other.state_dict().keys() == ivt.state_dict().keys()
+    assert other.epoch == 1

@@ -152,7 +152,7 @@ def test_the_oracle_holds_the_same_images_out(few: Dataset, tmp_path: Path) -> N
 
 def test_a_memory_too_small_to_be_split_is_refused(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("bic", bic={"memory_total": 8}))
-    with pytest.raises(ConfigError, match="holds out 1 of them"):
+    with pytest.raises(ConfigError, match="holds out 1 for validation"):
         next(run.events())
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from incvec.contracts import Schedule
 from incvec.data import Dataset
-from incvec.methods.common import extract
+from incvec.methods.common import extract_features
 from incvec.methods.finetune import Finetune
 from incvec.methods.icarl import ICaRL
 from incvec.presets import load_presets, resolve
@@ -47,7 +47,7 @@ def test_class_means_are_averaged_with_the_mirror_image(few: Dataset, tmp_path: 
             halves = [method.model(x).features for x in (images, images.flip(-1))]
         plain, mirrored = (F.normalize(half, dim=1).mean(0) for half in halves)
         torch.testing.assert_close(method.store["means"][label], F.normalize(plain + mirrored, dim=0))
-        alone = F.normalize(extract(method.model, method.world, rows), dim=1).mean(0)
+        alone = F.normalize(extract_features(method.model, method.world, rows), dim=1).mean(0)
         assert not torch.allclose(method.store["means"][label], F.normalize(alone, dim=0), rtol=1e-3, atol=1e-4)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from incvec.contracts import Batch
 from incvec.data import Dataset
 from incvec.engine.run import finish
-from incvec.methods.ewc import EWC, accumulated, flat, quadratic
+from incvec.methods.ewc import EWC, accumulated, quadratic, to_vector
 from tests.conftest import make_run, quick, weights
 from tests.methods.endings import ending, finished, old_accuracy
 
@@ -149,7 +149,7 @@ def test_store_over_the_tasks(few: Dataset, tmp_path: Path) -> None:
     for task, fisher in enumerate(fishers):
         assert fisher.max() <= (task + 1) * 1.001e-5
     names = [name for name, _ in run.parts.method.model.named_parameters()]
-    final = flat({name: after[2][f"method/model.{name}"] for name in names})
+    final = to_vector({name: after[2][f"method/model.{name}"] for name in names})
     assert torch.equal(after[2]["store/anchor"], final)
     assert {name for name in after[2] if name.startswith("store/")} == {"store/anchor", "store/fisher"}
 

@@ -139,7 +139,7 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     terms = method.loss(batch)
     method.world.generator.manual_seed(3)
     images, labels, weight = method.inputs(batch.images, batch.labels)
-    drawn, classes = method.draw(count)
+    drawn, classes = method.draw_prototypes(count)
     ce = squares = moved = remembered = 0.0
     queries = []
     for image, label, w in zip(images, labels, weight.tolist(), strict=True):

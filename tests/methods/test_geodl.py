@@ -129,7 +129,7 @@ def test_increments_say_why_they_run_eagerly(few: Dataset, tmp_path: Path) -> No
     next(iter(run.events()))
     method, tasks = run.parts.method, run.parts.tasks
     assert [stage.eager for stage in method.stages(tasks[0])] == [None]
-    assert all(stage.eager and "waits" in stage.eager for stage in method.stages(tasks[1]))
+    assert all(stage.eager and "synchronizes" in stage.eager for stage in method.stages(tasks[1]))
 
 
 def test_presets_differ_as_the_settings_do() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data import Dataset
-from incvec.methods.common import distillation, extract
+from incvec.methods.common import distillation_loss, extract_features
 from incvec.methods.icarl import ICaRL, sigmoid_loss
 from tests.conftest import weights
 from tests.methods.endings import cross_entropy, ending, finished, old_accuracy, soft_divergence, some_batch
@@ -24,8 +24,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def test_distillation_compares_the_old_classes_at_a_temperature() -> None:
     new, old = draw(5, 6), draw(5, 4, seed=1)
     want = soft_divergence(new.tolist(), old.tolist(), 2.0)
-    assert distillation(new, old, 2.0).item() == pytest.approx(want, rel=1e-9)
-    assert distillation(torch.cat([old, new], 1), old, 2.0).item() == pytest.approx(0, abs=1e-12)
+    assert distillation_loss(new, old, 2.0).item() == pytest.approx(want, rel=1e-9)
+    assert distillation_loss(torch.cat([old, new], 1), old, 2.0).item() == pytest.approx(0, abs=1e-12)
 
 
 def test_three_code_bases_write_one_gradient() -> None:
@@ -34,7 +34,7 @@ def test_three_code_bases_write_one_gradient() -> None:
     given, wanted = (new[:, :4] / 2).log_softmax(1), (old / 2).softmax(1)
     elements = F.kl_div(given, wanted, reduction="none").mean() * 4 * 0.25 * 4
     soft = -(wanted * given).sum() / 5
-    losses = (distillation(new, old, 2.0), elements, soft)
+    losses = (distillation_loss(new, old, 2.0), elements, soft)
     first, *others = [torch.autograd.grad(loss, new, retain_graph=True)[0] for loss in losses]
     assert torch.count_nonzero(first) > 0
     for other in others:
@@ -53,7 +53,7 @@ def test_sigmoid_loss_takes_the_old_models_outputs_as_targets(n_old: int) -> Non
             if old is not None and c < n_old:
                 target = 1 / (1 + math.exp(-old[i, c].item()))
             total -= target * math.log(p) + (1 - target) * math.log(1 - p)
-    got = sigmoid_loss(logits, old, torch.tensor(labels), outputs=10)
+    got = sigmoid_loss(logits, old, torch.tensor(labels), n_outputs=10)
     assert got.item() == pytest.approx(total / 4 / 10, rel=1e-9)
 
 
@@ -82,7 +82,7 @@ def test_memory_and_means_over_the_tasks(few: Dataset, tmp_path: Path) -> None:
     assert len(rows) == 2 * 40 + 6 * 3  # the task's images, and the exemplars in the store
     means = method.store["means"]
     for label in range(6):  # digits have no mirror image, so a mean is that of the exemplars alone
-        features = extract(method.model, method.world, memories[2][label])
+        features = extract_features(method.model, method.world, memories[2][label])
         mean = torch.stack([f / f.norm() for f in features]).mean(0)
         torch.testing.assert_close(means[label], mean / mean.norm(), rtol=1e-5, atol=1e-6)
     batch = some_batch(method)

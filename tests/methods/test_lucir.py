@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from incvec.data import Dataset
-from incvec.methods.common import extract
+from incvec.methods.common import extract_features
 from incvec.methods.lucir import LUCIR, less_forget, margin_ranking
 from incvec.nets import CosineHead
 from tests.addons.tools import watch
@@ -95,7 +95,7 @@ def test_new_rows_are_imprinted(few: Dataset, tmp_path: Path) -> None:
     blocks = [method.model.head[t].weight for t in range(3)]
     length = torch.cat(blocks[:2]).norm(dim=1).mean()
     for row, label in zip(blocks[2], method.task.classes, strict=True):
-        features = extract(method.model, method.world, method.rows_of([label]))
+        features = extract_features(method.model, method.world, method.rows_of([label]))
         mean = torch.stack([f / f.norm() for f in features]).mean(0)
         torch.testing.assert_close(row, mean / mean.norm() * length, rtol=1e-5, atol=1e-6)
 

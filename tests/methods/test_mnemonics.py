@@ -253,7 +253,7 @@ def test_images_stored_larger_than_they_are_seen_are_refused() -> None:
     views = Views(0, False, 0.0, [0.5], [0.5])
     source = ImageSource(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1]), views)
     world = World(torch.device("cpu"), (Task(0, 0, 2, 1),), {"train": source}, generator(), (1, 6, 6))
-    with pytest.raises(ConfigError, match=r"sees them, \[1, 6, 6\], .* of \[1, 8, 8\].*image_size=8"):
+    with pytest.raises(ConfigError, match=r"input shape \[1, 6, 6\].* \[1, 8, 8\].*image_size=8"):
         Mnemonics(MnemonicsOptions.model_validate({"net": "tiny"}), world)
 
 

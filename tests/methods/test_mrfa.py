@@ -14,8 +14,9 @@ from torch import Tensor
 
 from incvec.data import Dataset
 from incvec.engine.run import finish
-from incvec.methods.mrfa import MRFA, by_layer, layer_gradients, pushed, running_statistics
+from incvec.methods.mrfa import MRFA, layer_gradients, perturbed, perturbed_logits
 from incvec.nets import Classifier, LinearHead, build_backbone
+from incvec.nets.batchnorm import batchnorm_mode
 from incvec.presets import preset, resolve
 from tests.conftest import make_run, quick
 from tests.methods.endings import in_task
@@ -46,7 +47,7 @@ def test_by_layer_is_the_model_itself_where_nothing_is_disturbed(model: Classifi
         return h
 
     model.eval()
-    torch.testing.assert_close(by_layer(model, images(4), note), model(images(4)).logits, rtol=0, atol=0)
+    torch.testing.assert_close(perturbed_logits(model, images(4), note), model(images(4)).logits, rtol=0, atol=0)
     assert seen == [(0, 4), (1, 4), (2, 2)]  # both stages of the tiny network, then the classifier
 
 
@@ -86,7 +87,7 @@ def test_no_old_sample_means_no_push(model: Classifier) -> None:
 
 def test_modes_come_back_after_an_error(model: Classifier) -> None:
     def fail() -> None:
-        with running_statistics(model):
+        with batchnorm_mode(model, training=False):
             assert not model.backbone.stem.norm.training
             raise KeyError
 
@@ -100,7 +101,7 @@ def test_the_push(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(2)
     h, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
     amount = torch.tensor([0.0, 0.01, 0.3])
-    found = pushed(h.requires_grad_(), gradient, amount)
+    found = perturbed(h.requires_grad_(), gradient, amount)
     for i in range(3):
         energy = sum(value**2 for value in h[i].flatten().tolist())
         torch.testing.assert_close(found[i], h[i] + float(amount[i]) * energy * gradient[i])
@@ -158,9 +159,9 @@ def test_the_push_makes_old_samples_harder(few: Dataset, tmp_path: Path) -> None
     method = in_task(MRFA, few, tmp_path, mrfa={"strength": 0.3})
     method.eval()
     batch = method.world.train.fetch(method.rows_of([0, 1]), None, ("test",))
-    push = method.pushes(batch)
+    push = method.draw_perturbation(batch)
     with torch.no_grad():
-        harder = F.cross_entropy(by_layer(method.model, batch.images, push), batch.labels)
+        harder = F.cross_entropy(perturbed_logits(method.model, batch.images, push), batch.labels)
         plain = F.cross_entropy(method.model(batch.images).logits, batch.labels)
     assert harder > plain
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from incvec.data import Dataset
 from incvec.engine.run import Run, finish
-from incvec.methods.prototypes import PrototypeMethod, draw_around, feature_distance, spread
+from incvec.methods.prototypes import PrototypeMethod, class_variances, draw_around, feature_distance
 from tests.conftest import make_run, quick, weights
 
 HOSTS = ["pass", "fcs"]
@@ -24,7 +24,7 @@ def test_spread_is_the_trace_of_the_unbiased_covariance() -> None:
     features = torch.randn(12, 3, generator=generator) * 2 + 50  # far from 0: a difference of squares would lose it
     labels = torch.tensor([0, 1, 2, 1, 0, 1, 2, 2, 1, 0, 0, 3])
     means = torch.stack([features[labels == c].mean(0) for c in range(4)])
-    found = spread(features, labels, means)
+    found = class_variances(features, labels, means)
     for c in range(3):
         expected = np.trace(np.cov(features[labels == c].double().numpy().T)) / 3
         assert found[c].item() == pytest.approx(expected, rel=1e-4)
@@ -115,7 +115,7 @@ def test_how_many_are_drawn(draws: str, count: int, few: Dataset, tmp_path: Path
     method = run.parts.method
     assert isinstance(method, PrototypeMethod)
     method.store["prototypes"] = method.store["prototypes"][:4]
-    drawn, labels = method.draw(5)
+    drawn, labels = method.draw_prototypes(5)
     assert drawn.shape == (count, 8)
     assert set(labels.tolist()) <= {0, 4, 8, 12}
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from incvec.contracts import Batch
 from incvec.data import Dataset
 from incvec.data.gaussians import draw
-from incvec.methods.rapf import RAPF, close_pairs, fuse, separation, shared_out
+from incvec.methods.rapf import RAPF, close_pairs, draws_per_step, fuse, separation
 from tests.conftest import weights
 from tests.methods.endings import cross_entropy, finished
 
@@ -77,7 +77,7 @@ def test_separation_by_hand() -> None:
     ],
 )
 def test_an_epoch_draws_about_2000_of_old_classes(steps: int, n_old: int, wanted: tuple[int, int]) -> None:
-    classes, each = shared_out(2000, steps, n_old, 20)
+    classes, each = draws_per_step(2000, steps, n_old, 20)
     assert (classes, each) == wanted
     assert steps * classes * each == pytest.approx(2000, rel=0.05)
 

@@ -16,7 +16,7 @@ from incvec.data.gaussians import FeatureSource, GaussianSource, class_gaussians
 from incvec.data.stream import split
 from incvec.engine import events as ev
 from incvec.engine.run import finish
-from incvec.methods.slca import SLCA, NormalHead, mean_scales, normalized
+from incvec.methods.slca import SLCA, NormalHead, mean_scales, normalized_logits
 from tests.conftest import make_run, quick, weights
 from tests.methods.endings import cross_entropy, finished
 
@@ -79,7 +79,7 @@ def test_scales_of_the_means() -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_normalized_logits(own: bool) -> None:
     logits = [[3.0, 4.0, 1.0], [0.0, 2.0, -6.0]]
-    found = normalized(torch.tensor(logits), [0, 2, 3], 0.1, own)
+    found = normalized_logits(torch.tensor(logits), [0, 2, 3], 0.1, own)
     for given, row in zip(logits, found.tolist(), strict=True):
         norms = (math.hypot(given[0], given[1]), abs(given[2]))
         if own:
@@ -132,7 +132,7 @@ def test_classes_to_come_have_a_column_of_zeros_as_in_spu(few: Dataset, tmp_path
     features, labels = torch.randn(3, 8, generator=seeded()), torch.tensor([3, 0, 2])
     found = method.alignment(Batch((features,), labels, labels))["align"]
     dual = method.model.dual
-    logits = normalized(
+    logits = normalized_logits(
         dual.similarities(method.model.unit(features), dual.embed_texts(method.store["sentences"])),
         [0, 2, 4],
         0.1,
@@ -237,7 +237,7 @@ def test_the_original_forms_losses(few: Dataset, tmp_path: Path) -> None:
     assert method.loss(batch)["ce"].item() == pytest.approx(wanted, rel=1e-4)
     features, labels = torch.randn(3, 8, generator=seeded()), torch.tensor([5, 0, 2])
     head: Any = method.model.get_submodule("head")
-    rows = normalized(features @ head.weight.T + head.bias, [0, 2, 4, 6], 0.1).tolist()
+    rows = normalized_logits(features @ head.weight.T + head.bias, [0, 2, 4, 6], 0.1).tolist()
     found = method.alignment(Batch((features,), labels, labels))["align"].item()
     assert found == pytest.approx(cross_entropy(rows, labels.tolist()), rel=1e-3)
 

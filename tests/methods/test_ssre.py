@@ -1,4 +1,4 @@
-"""SSRE: adapters that fold without a trace, weights by likeness, and prototypes in place of exemplars."""
+"""SSRE: adapters that fold without a trace, weights by prototype_similarity, and prototypes in place of exemplars."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from incvec.data import Dataset
 from incvec.engine.run import Run
-from incvec.methods.common import exchange_convs, extract
-from incvec.methods.ssre import SSRE, AdaptedConv, likeness, weighted_cross_entropy, weighted_distillation
+from incvec.methods.common import extract_features, replace_convs
+from incvec.methods.ssre import SSRE, AdaptedConv, prototype_similarity, weighted_cross_entropy, weighted_distillation
 from incvec.presets import preset
 from tests.conftest import make_run, quick
 from tests.methods.endings import finished, in_task
@@ -62,7 +62,7 @@ def test_without_an_adapter_it_is_a_plain_convolution() -> None:
     x = torch.randn(2, 3, 6, 6, generator=generator(3))
     expected, names, objects = plain(x), list(plain.state_dict()), [id(p) for p in plain.parameters()]
     state = torch.get_rng_state()
-    exchange_convs(plain, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
+    replace_convs(plain, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
     assert torch.equal(torch.get_rng_state(), state)
     assert isinstance(plain[0], AdaptedConv)
     assert type(plain[1]) is nn.Conv2d
@@ -82,7 +82,7 @@ PROTOTYPES = [[2.0, 1.0], [0.0, 3.0]]
 
 def test_likeness_is_the_largest_cosine_to_a_prototype_without_gradient() -> None:
     features = torch.tensor(FEATURES, requires_grad=True)
-    s = likeness(features, torch.tensor(PROTOTYPES))
+    s = prototype_similarity(features, torch.tensor(PROTOTYPES))
     expected = [max(0.0, *(cosine(f, p) for p in PROTOTYPES)) for f in FEATURES]
     assert expected[2] == 0  # turned away from both
     torch.testing.assert_close(s, torch.tensor(expected))
@@ -124,14 +124,14 @@ def test_state_over_two_tasks(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("ssre"))
     method = run_to_task(run, 1)
     assert method.store["prototypes"].shape == (2, 8)
-    assert all(conv.adapter is None for conv in method.adapted().values())
+    assert all(conv.adapter is None for conv in method.adapted_convs().values())
     first = method.store["prototypes"].clone()
     before = {name: value.clone() for name, value in method.model.state_dict().items()}
     method = run_to_task(make_run(few, tmp_path, quick("ssre")), 2)
-    assert len(method.adapted()) == 4  # two in each block; the stem has none
+    assert len(method.adapted_convs()) == 4  # two in each block; the stem has none
     assert torch.equal(method.model.backbone.stem.conv.weight, before["backbone.stem.conv.weight"])
     assert torch.equal(method.store["prototypes"][:2], first)
-    for conv in method.adapted().values():
+    for conv in method.adapted_convs().values():
         assert conv.adapter is not None
         assert torch.count_nonzero(conv.adapter) == 0
     moved = set()
@@ -143,10 +143,10 @@ def test_state_over_two_tasks(few: Dataset, tmp_path: Path) -> None:
                 assert torch.count_nonzero(change[:, :, 1, 1]) > 0
                 change[:, :, 1, 1] = 0
                 assert torch.count_nonzero(change) == 0, name
-    convs = {f"{name.removeprefix('model.')}.weight" for name in method.adapted()}
+    convs = {f"{name.removeprefix('model.')}.weight" for name in method.adapted_convs()}
     assert moved == convs | {"head.blocks.0.weight", "head.blocks.0.bias"}  # neither norms nor their statistics
     rows = method.rows_of([2, 3])
-    features, labels = extract(method.model, method.world, rows), method.world.train.labels[rows]
+    features, labels = extract_features(method.model, method.world, rows), method.world.train.labels[rows]
     for c in (2, 3):
         torch.testing.assert_close(method.store["prototypes"][c], features[labels == c].mean(0))
 
@@ -159,7 +159,7 @@ def test_an_increment_trains_adapters_and_classifier_alone(few: Dataset, tmp_pat
     assert stage.batchnorm == "frozen"
     names = stage.groups[0].prefixes
     assert "model.head" in names
-    assert {n for n in names if n != "model.head"} == {f"{n}.adapter" for n in method.adapted()}
+    assert {n for n in names if n != "model.head"} == {f"{n}.adapter" for n in method.adapted_convs()}
 
 
 def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:

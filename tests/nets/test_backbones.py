@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from incvec.errors import ConfigError
-from incvec.nets import BACKBONES, Backbone, Norm, Residual, backbones, build_backbone, finer
+from incvec.nets import BACKBONES, Backbone, Norm, Residual, backbones, build_backbone, finer_backbone
 
 SMALL = ["resnet32-rebuffi", "resnet32-lucir", "resnet32-icarl", "resnet32-pycil", "small", "tiny"]
 LARGE = [name for name in BACKBONES if name not in SMALL]
@@ -78,7 +78,7 @@ def test_the_side_of_the_last_maps(name: str, side: int) -> None:
     ],
 )
 def test_a_network_for_smaller_images(name: str, side: int, other: str | None) -> None:
-    assert finer(name, side) == other
+    assert finer_backbone(name, side) == other
 
 
 def test_small_networks_are_small() -> None:

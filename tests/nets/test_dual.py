@@ -140,11 +140,11 @@ def test_every_parameter_has_a_gradient() -> None:
 
 
 def test_what_cannot_be_named() -> None:
-    with pytest.raises(ConfigError, match=r"no dual encoder 'clpi'.*clip"):
+    with pytest.raises(ConfigError, match=r"unknown dual encoder 'clpi'.*clip"):
         check_dual("clpi", None, None)
-    with pytest.raises(ConfigError, match="`tag`, which says whose"):
+    with pytest.raises(ConfigError, match="`tag`, the origin"):
         check_dual("clip", "openai/clip-vit-base-patch16", None)
-    with pytest.raises(ConfigError, match="belong to clip"):
+    with pytest.raises(ConfigError, match="options of clip"):
         check_dual("lite0-minilm", None, "openai")
     for name in DUALS:
         check_dual(name, *(("folder", "mine") if name == "clip" else (None, None)))
@@ -166,7 +166,7 @@ def test_without_the_extra_the_command_is_named(module: str, monkeypatch: pytest
     if module == "transformers":
         call: Callable[[], object] = partial(build_dual, "clip", str(tmp_path), "mine", 3, seeded())
     else:
-        call = partial(lite.packaged, module, "data/_info/imagenet_synsets.txt")
+        call = partial(lite.package_file, module, "data/_info/imagenet_synsets.txt")
     with pytest.raises(ConfigError, match=r"pip install 'incvec\[pretrained\]'"):
         call()
 
@@ -255,7 +255,7 @@ def test_a_path_that_does_not_exist_is_said(given: str, tmp_path: Path, monkeypa
         assert repr(given) in str(told.value)
         assert given != "~/none" or str(tmp_path / "none") in str(told.value)
     for name in ("openai/clip-vit-base-patch16", "clip"):
-        assert clips.located(name) == name
+        assert clips.resolve_weights(name) == name
 
 
 class Block(nn.Module):
@@ -355,9 +355,9 @@ def test_state_dicts_of_other_naming_convert(naming: str, original: Original) ->
 
 
 def test_what_cannot_be_converted(original: Original, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"'visual.layer1.0.conv1.weight' is no tensor"):
+    with pytest.raises(DataError, match=r"'visual.layer1.0.conv1.weight' is not a tensor"):
         clips.convert({"visual.layer1.0.conv1.weight": torch.zeros(1)})
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         clips.read_state(tmp_path / "none.pt")
     torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "script.pt"))
     with pytest.raises(DataError, match=r"TorchScript archive.*convert"):
@@ -371,7 +371,7 @@ def test_what_cannot_be_converted(original: Original, tmp_path: Path) -> None:
 
 def test_the_closed_form_map() -> None:
     texts, rows = torch.randn(30, 4, generator=seeded()), torch.randn(30, 7, generator=seeded(1))
-    image, text = lite.joined(texts, rows, ridge=0.1)
+    image, text = lite.join_projections(texts, rows, ridge=0.1)
     t, w = texts.double(), rows.double()
     m = torch.linalg.inv(t.T @ t + 0.1 * torch.eye(4, dtype=torch.float64)) @ t.T @ w
     torch.testing.assert_close((image.T @ text).double(), m.T, rtol=1e-4, atol=1e-5)
@@ -380,9 +380,9 @@ def test_the_closed_form_map() -> None:
 
 def test_an_altered_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights").write_bytes(b"others")
-    monkeypatch.setattr(lite, "packaged", lambda *_: tmp_path / "weights")
+    monkeypatch.setattr(lite, "package_file", lambda *_: tmp_path / "weights")
     with pytest.raises(DataError, match=r"altered: SHA-256 [0-9a-f]{64}, expected 00"):
-        lite.checked("package", "weights", "00")
+        lite.verified_file("package", "weights", "00")
 
 
 @pytest.mark.slow
@@ -421,7 +421,7 @@ def small_pair() -> Dual:
         longest = max(map(len, sentences))
         return torch.tensor([[1 + ord(c) % 50 for c in text] + [0] * (longest - len(text)) for text in sentences])
 
-    projections = lite.CentredProjection(torch.randn(10, 1280)), nn.Linear(16, 10, bias=False)
+    projections = lite.CenteredProjection(torch.randn(10, 1280)), nn.Linear(16, 10, bias=False)
     return Dual(images, texts, *projections, nn.Parameter(torch.tensor(1.0)), tokenize, (1280, 10), lite.FIRST_LAYERS)
 
 

@@ -228,7 +228,7 @@ def test_impossible_requests_are_refused() -> None:
     head = LinearHead(2)
     with pytest.raises(ValueError, match="no classes yet"):
         head(torch.ones(1, 2))
-    with pytest.raises(ValueError, match="not by 0"):
+    with pytest.raises(ValueError, match="got 0"):
         head.grow(0, seeded())
     with pytest.raises(ValueError, match="width"):
         ProxyHead(2, proxies=0)

@@ -20,7 +20,7 @@ from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.errors import ConfigError
 from incvec.nets import Backbone, build_backbone, kernels
-from incvec.nets.kernels import launch
+from incvec.nets.kernels import blocks, launch
 from incvec.nets.kernels.launch import Sums, Tiles
 from incvec.nets.resnet import Residual, Stem
 from tests.conftest import make_run, quick
@@ -33,7 +33,7 @@ LAST = torch.channels_last
 
 @pytest.fixture
 def switch() -> Iterator[None]:
-    before = kernels._enabled
+    before = blocks._enabled
     yield
     kernels.enable(before)
 
@@ -42,8 +42,9 @@ def interpret(code: str) -> None:
     """Run the code where Triton interprets: it must know before it is imported, so in a process of its own."""
     header = """
         import copy, torch, torch.nn.functional as F
-        from incvec.nets import kernels, launch
-        from incvec.nets.launch import Masked, Normed, Sums, Tiles
+        from incvec.nets import kernels
+        from incvec.nets.kernels import blocks, launch
+        from incvec.nets.kernels.launch import Masked, Normed, Sums, Tiles
         from incvec.nets.resnet import Norm, Residual, Stem
         torch.set_num_threads(1)
         torch.manual_seed(0)
@@ -138,7 +139,7 @@ def test_moments_of_uneven_parts_are_the_whole_maps() -> None:
         x, w = whole((3, 16, 5, 7), 2, torch.bfloat16), whole((16, 16, 3, 3), 1)
         z, parts, rows = launch.product(x, w, moments=True, tiles=Tiles(32, 16, 1, 0, 4))
         assert len(parts) == 4 and 3 * 5 * 7 % 32 != 0
-        found = launch.settle(parts, rows, z, norm)
+        found = launch.merge_moments(parts, rows, z, norm)
         flat = z.double().transpose(0, 1).flatten(1)
         torch.testing.assert_close(found[0].double(), flat.mean(1), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(found[1].double(), (flat.var(1, unbiased=False) + 1e-5).rsqrt(), rtol=1e-6, atol=0)
@@ -166,7 +167,7 @@ def test_a_block_and_all_its_gradients() -> None:
             x.requires_grad_()
             x_ = x.detach().double().requires_grad_()
             other = None if stride == 1 else block.shortcut(x)
-            y = kernels.Block.apply(
+            y = blocks.BlockFunction.apply(
                 block, x, other, block.conv1.weight, block.norm1.weight, block.norm1.bias,
                 block.conv2.weight, block.norm2.weight, block.norm2.bias)
             y_ = exact.plain(x_)
@@ -196,7 +197,7 @@ def test_a_stem_and_its_gradients() -> None:
         stem.conv.weight.data = stem.conv.weight.data.bfloat16().float()
         exact = copy.deepcopy(stem).double()
         x = torch.randn(3, 3, 8, 6, generator=draw).bfloat16().float()
-        y = kernels.Entrance.apply(stem, x, stem.conv.weight, stem.norm.weight, stem.norm.bias)
+        y = blocks.StemFunction.apply(stem, x, stem.conv.weight, stem.norm.weight, stem.norm.bias)
         y_ = exact.plain(x.double())
         g = torch.randn(y.shape, generator=draw).bfloat16()
         found = torch.autograd.grad(y, list(stem.parameters()), g)
@@ -208,22 +209,22 @@ def test_a_stem_and_its_gradients() -> None:
 
 
 def test_only_on_and_off_are_known() -> None:
-    assert kernels.asked({})
-    assert kernels.asked({kernels.VARIABLE: "on"})
-    assert not kernels.asked({kernels.VARIABLE: "off"})
-    with pytest.raises(ConfigError, match="'of' is not known: give on, off, or leave it out"):
-        kernels.asked({kernels.VARIABLE: "of"})
+    assert kernels.allowed({})
+    assert kernels.allowed({kernels.VARIABLE: "on"})
+    assert not kernels.allowed({kernels.VARIABLE: "off"})
+    with pytest.raises(ConfigError, match="'of' is not valid: expected on or off"):
+        kernels.allowed({kernels.VARIABLE: "of"})
 
 
 def test_a_run_refuses_another_value(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "of")
-    with pytest.raises(ConfigError, match="give on, off"):
+    with pytest.raises(ConfigError, match="expected on or off"):
         finish(make_run(few, tmp_path / "run", quick("finetune")))
 
 
 @needs_triton
 def test_triton_is_not_imported_before_it_is_needed() -> None:
-    code = "from incvec.nets import kernels; import sys; print('incvec.nets.triton_conv' in sys.modules)"
+    code = "from incvec.nets import kernels; import sys; print('incvec.nets.kernels.conv' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "False"
@@ -254,7 +255,7 @@ def test_maps_larger_than_resnet32s_are_left_to_cudnn(
     channels: int, out: int, side: int, stride: int, suits: bool
 ) -> None:
     conv = torch.nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
-    assert kernels._fits(torch.zeros(1, channels, side, side), conv) is suits
+    assert blocks._fits(torch.zeros(1, channels, side, side), conv) is suits
 
 
 def test_every_cut_in_the_tables_is_possible() -> None:

@@ -1,4 +1,4 @@
-"""Made-up records for the tests: whole, consistent with themselves, and as varied as a study's."""
+"""Records for the tests: complete, consistent, and as varied as those of a study."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from incvec.metrics import summarize
 from incvec.presets import resolve
+from incvec.study.runs import RunRecord
 
 COUNTS = {5: [5000, *[1000] * 5], 10: [5000, *[500] * 10], 25: [5000, *[200] * 25]}
 
 
 def matrix(tasks: int, fall: float, noise: torch.Generator) -> list[list[float]]:
-    """Every task starts near 80 percent and loses `fall` points with each later one."""
+    """Every task starts near 80 percent and loses `fall` points with each later task."""
     jitter = torch.rand(tasks + 1, tasks + 1, generator=noise)
     return [
         [round(max(0.0, 80 - fall * (t - i) - 6 * float(jitter[t, i])), 2) for i in range(t + 1)]
@@ -26,7 +27,7 @@ def matrix(tasks: int, fall: float, noise: torch.Generator) -> list[list[float]]
 def sample(
     method: str = "podnet", *addons: str, tasks: int = 5, seed: int = 0, fall: float = 4.0, **given: Any
 ) -> dict[str, Any]:
-    """A record as a run writes it, losses left out."""
+    """A record as a run writes it, without losses."""
     config = resolve(
         {"method": method, "dataset": "cifar100", "addons": list(addons), "tasks": tasks, "seed": seed, **given}
     )
@@ -35,7 +36,7 @@ def sample(
     if method == "joint":
         accuracy, counts = [[72.5 + seed]], [sum(counts)]
     return {
-        "format": 1, "method": method, "addons": list(addons), "dataset": "cifar100", "tasks": tasks,
+        "format": 2, "method": method, "addons": list(addons), "dataset": "cifar100", "tasks": tasks,
         "oracle": config.oracle, "seed": seed, "order_seed": config.order_seed, "accuracy": accuracy,
         "test_counts": counts, "metrics": dict(summarize(accuracy, counts)), "config": config.resolved(),
         "seconds": 300.0 + seed, "task_seconds": [90.0, *[40.0 + len(addons) + seed] * (len(accuracy) - 1)],
@@ -45,25 +46,25 @@ def sample(
 
 
 def study() -> dict[str, dict[str, Any]]:
-    """Three seeds of two hosts with and without IVT, an oracle, joint training, an interval sweep, another memory."""
-    found = {}
+    """Two hosts with and without IVT, an oracle, joint training, an interval sweep, another memory size."""
+    records = {}
     for seed in range(3):
-        found[f"podnet-{seed}"] = sample(seed=seed)
-        found[f"podnet+ivt-{seed}"] = sample("podnet", "ivt", seed=seed, fall=3.2 + 0.2 * seed)
-        found[f"podnet-oracle-{seed}"] = sample(seed=seed, fall=1.0, oracle=True)
-        found[f"joint-{seed}"] = sample("joint", seed=seed)
+        records[f"podnet-{seed}"] = sample(seed=seed)
+        records[f"podnet+ivt-{seed}"] = sample("podnet", "ivt", seed=seed, fall=3.2 + 0.2 * seed)
+        records[f"podnet-oracle-{seed}"] = sample(seed=seed, fall=1.0, oracle=True)
+        records[f"joint-{seed}"] = sample("joint", seed=seed)
     for interval in (1, 5, 40):
-        found[f"interval-{interval}"] = sample("podnet", "ivt", fall=3.4, ivt={"interval": interval})
-    found["podnet+eopc"] = sample("podnet", "eopc", fall=3.6)
-    found["memory"] = sample(fall=5.0, podnet={"memory": 5})
-    found["memory+ivt"] = sample("podnet", "ivt", fall=4.4, podnet={"memory": 5})
-    found["mrfa-25"] = sample("mrfa", tasks=25, fall=1.5)
-    found["mrfa+ivt-25"] = sample("mrfa", "ivt", tasks=25, fall=1.0)
-    return found
+        records[f"interval-{interval}"] = sample("podnet", "ivt", fall=3.4, ivt={"interval": interval})
+    records["podnet+eopc"] = sample("podnet", "eopc", fall=3.6)
+    records["memory"] = sample(fall=5.0, podnet={"memory": 5})
+    records["memory+ivt"] = sample("podnet", "ivt", fall=4.4, podnet={"memory": 5})
+    records["mrfa-25"] = sample("mrfa", tasks=25, fall=1.5)
+    records["mrfa+ivt-25"] = sample("mrfa", "ivt", tasks=25, fall=1.0)
+    return records
 
 
-def walk() -> dict[str, Any]:
-    """A line as the lab writes it: three runs, each with a dip in the middle."""
+def path_data() -> dict[str, Any]:
+    """The data of a path figure: three runs, each with a dip in the middle."""
     curves = []
     x = [step / 50 for step in range(51)]
     for name, addons, oracle, dip in (
@@ -84,6 +85,10 @@ def walk() -> dict[str, Any]:
         "format": 1, "kind": "path", "dataset": "cifar100", "task_from": 0, "task_to": 5, "axis": "distance",
         "start": "oracle", "images_per_task": None, "batchnorm": "interpolate", "curves": curves,
     }  # fmt: skip
+
+
+def runs_of(records: dict[str, dict[str, Any]]) -> list[RunRecord]:
+    return [RunRecord(f"{name}/record.json", record) for name, record in records.items()]
 
 
 def write(folder: Path, records: dict[str, dict[str, Any]]) -> Path:

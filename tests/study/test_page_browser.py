@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from incvec.study import document
-from incvec.study.groups import load
-from incvec.study.labs import find
+from incvec.study.page import make_sections, render_html
+from incvec.study.runs import load_runs
+from incvec.study.study_figures import find_study_figures
 from tests.study import samples
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -34,13 +34,13 @@ def free_port() -> int:
 
 
 class Browser:
-    """As much of WebDriver as these tests need."""
+    """The part of WebDriver that these tests need."""
 
     def __init__(self, port: int, *arguments: str, phone: bool = False) -> None:
         self.root = f"http://127.0.0.1:{port}/session"
         options: dict[str, Any] = {
             "binary": CHROMIUM,
-            # No name resolves: whatever the page might ask for outside fails, and is seen in the log.
+            # No name resolves: a request to any host fails and appears in the log.
             "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
                      "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND", *arguments],
         }  # fmt: skip
@@ -95,12 +95,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "podnet", "ivt", fall=3.3, ivt={"batchnorm": "interpolate", "stages": ["main", "balance"]}, **long
         )
     }
-    entries = load([samples.write(folder / "runs", samples.study() | begun)])
-    line = folder / "lab" / "path.json"
-    line.parent.mkdir()
-    line.write_text(json.dumps(samples.walk()))
+    runs = load_runs([samples.write(folder / "runs", samples.study() | begun)])
+    data = folder / "figures" / "path.json"
+    data.parent.mkdir()
+    data.write_text(json.dumps(samples.path_data()))
     file = folder / "report.html"
-    file.write_text(document.page(document.sections(entries, find([line.parent])), entries), encoding="utf-8")
+    sections = make_sections(runs, find_study_figures([data.parent]))
+    file.write_text(render_html(sections, runs), encoding="utf-8")
     return file
 
 
@@ -109,8 +110,8 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     number = free_port()
     log = tmp_path_factory.mktemp("driver") / "log"
     with (
-        log.open("wb") as told,
-        subprocess.Popen([str(DRIVER), f"--port={number}"], stdout=told, stderr=told) as driver,
+        log.open("wb") as output,
+        subprocess.Popen([str(DRIVER), f"--port={number}"], stdout=output, stderr=output) as driver,
     ):
         try:
             for _ in range(100):
@@ -140,7 +141,7 @@ def phone(port: int, page: Path) -> Iterator[Browser]:
     browser.close()
 
 
-def test_it_opens_without_errors_and_without_network(desktop: Browser, phone: Browser) -> None:
+def test_page_opens_without_errors_and_without_network(desktop: Browser, phone: Browser) -> None:
     for browser in (desktop, phone):
         assert [entry["message"] for entry in browser.log("browser")] == []
         events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
@@ -158,7 +159,7 @@ def column(browser: Browser, table: str, place: int) -> list[str]:
     return found
 
 
-def test_a_table_sorts_on_click(desktop: Browser) -> None:
+def test_table_sorts_on_click(desktop: Browser) -> None:
     before = column(desktop, "cifar100-all", 5)
     values = [float(text.split()[0]) for text in before]
     assert values != sorted(values)
@@ -172,19 +173,19 @@ def test_a_table_sorts_on_click(desktop: Browser) -> None:
     assert desktop.run(f"return {head}.parentNode.ariaSort") == "descending"
 
 
-def test_what_has_no_number_sorts_last(desktop: Browser) -> None:
+def test_rows_without_a_number_sort_last(desktop: Browser) -> None:
     head = "document.querySelectorAll('#cifar100-all thead tr:last-child button')[6]"
     for _ in range(2):
         desktop.run(f"{head}.click()")
-        assert column(desktop, "cifar100-all", 6)[-1] == "–"  # joint training forgets nothing that one could measure
+        assert column(desktop, "cifar100-all", 6)[-1] == "–"  # joint training has no FM
 
 
-def test_rows_that_were_not_run_are_shown_on_request(desktop: Browser) -> None:
+def test_rows_without_runs_are_shown_on_request(desktop: Browser) -> None:
     count = "return [...document.querySelectorAll('#cifar100-5-paper tbody tr')].filter((r) => r.offsetHeight).length"
     few = desktop.run(count)
-    desktop.run("document.querySelector('#cifar100-5-paper .quiet input').click()")
+    desktop.run("document.querySelector('#cifar100-5-paper .filter input').click()")
     assert desktop.run(count) > few > 0
-    desktop.run("document.querySelector('#cifar100-5-paper .quiet input').click()")
+    desktop.run("document.querySelector('#cifar100-5-paper .filter input').click()")
 
 
 def spot(browser: Browser, figure: str, mark: str, number: int) -> list[float]:
@@ -205,7 +206,7 @@ def tip(browser: Browser, figure: str) -> str | None:
 
 
 @pytest.mark.parametrize("kind", ["lines", "bars", "heat"])
-def test_a_plot_shows_a_value_on_hover(desktop: Browser, kind: str) -> None:
+def test_plot_shows_a_value_on_hover(desktop: Browser, kind: str) -> None:
     seeds = [samples.sample(seed=seed)["metrics"]["a"] for seed in range(3)]
     mean = sum(a[1] for a in seeds) / 3
     first = sum(samples.sample(seed=seed)["accuracy"][1][0] for seed in range(3)) / 3
@@ -225,7 +226,7 @@ def test_a_plot_shows_a_value_on_hover(desktop: Browser, kind: str) -> None:
     assert tip(desktop, figure) is None
 
 
-def test_a_plot_zooms_by_dragging_and_back(desktop: Browser) -> None:
+def test_plot_zooms_by_dragging_and_resets(desktop: Browser) -> None:
     labels = f"return [...document.querySelectorAll('#{HOVER} .plot > svg > text')].map((t) => t.textContent)"
     before = desktop.run(labels)
     box = desktop.run(
@@ -245,12 +246,12 @@ def test_a_plot_zooms_by_dragging_and_back(desktop: Browser) -> None:
     assert desktop.run(labels) == before
 
 
-def test_the_look_switches(desktop: Browser) -> None:
+def test_theme_switches(desktop: Browser) -> None:
     ground = "return getComputedStyle(document.body).backgroundColor"
     light = desktop.run(ground)
-    desktop.run("document.getElementById('look').click()")
+    desktop.run("document.getElementById('theme').click()")
     assert desktop.run(ground) != light
-    desktop.run("document.getElementById('look').click()")
+    desktop.run("document.getElementById('theme').click()")
     assert desktop.run(ground) == light
 
 
@@ -280,7 +281,7 @@ def test_no_text_overflows_on_a_phone(phone: Browser) -> None:
     assert set(scrolling) == {"auto"}  # wide tables scroll inside their frame
 
 
-def test_names_of_a_figure_do_not_overlap(desktop: Browser, phone: Browser) -> None:
+def test_labels_of_a_chart_do_not_overlap(desktop: Browser, phone: Browser) -> None:
     script = """
     const clash = [];
     for (const plot of document.querySelectorAll('.plot > svg')) {
@@ -295,7 +296,7 @@ def test_names_of_a_figure_do_not_overlap(desktop: Browser, phone: Browser) -> N
         assert browser.run(script) == []
 
 
-def test_first_columns_leave_room_for_the_others(desktop: Browser, phone: Browser) -> None:
+def test_first_columns_leave_space_for_the_others(desktop: Browser, phone: Browser) -> None:
     widths = """
     return [...document.querySelectorAll('.table')].map((t) => [
       t.id, t.querySelector('.scroll').clientWidth, t.querySelector('table').offsetWidth,

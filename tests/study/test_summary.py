@@ -1,12 +1,12 @@
-"""The README's results come from records and lab numbers, and say where there are none."""
+"""The README's results come from the records and the figures' data."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from incvec.study.summary import results
-from tests.study.samples import sample, walk, write
+from incvec.study.summary import render
+from tests.study.samples import path_data, sample, write
 
 
 def row_of(text: str, start: str) -> list[str]:
@@ -14,20 +14,20 @@ def row_of(text: str, start: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_nothing_was_run(tmp_path: Path) -> None:
+def test_without_records(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        text = results(folder)
+        text = render(folder)
         assert text.count("not run yet<br>") == 8 * 3
         assert "GPU time: not run yet" in text
         assert "Figure: not made yet" in text
 
 
-def test_ours_stand_above_the_paper_s(tmp_path: Path) -> None:
+def test_table_has_ours_and_the_papers_numbers(tmp_path: Path) -> None:
     records = {str(s): sample(seed=s) for s in range(2)} | {"ivt": sample("podnet", "ivt", tasks=25)}
     records["other"] = sample("podnet", "ivt", ivt={"interval": 5})
     records["digits"] = {**sample(seed=5), "dataset": "digits"}
-    records["craft"] = {**sample(seed=6), "dataset": "aircraft"}  # costs time, and is in another table
-    text = results(write(tmp_path, records))
+    records["craft"] = {**sample(seed=6), "dataset": "aircraft"}  # counts for the time only
+    text = render(write(tmp_path, records))
     means = [sum(records[str(s)]["metrics"][name] for s in range(2)) / 2 for name in ("AA", "LA", "FM")]
     ours = " · ".join(f"{mean:.2f}" for mean in means)
     assert row_of(text, "PODNet")[1] == f"{ours} (2 seeds)<br>*64.00 · 54.47 · 17.72*"
@@ -37,27 +37,27 @@ def test_ours_stand_above_the_paper_s(tmp_path: Path) -> None:
     assert "25 min 07 s on a card" in text
 
 
-def test_the_figure_is_the_path_with_its_numbers(tmp_path: Path) -> None:
+def test_figure_is_the_path_with_its_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "figures"
     folder.mkdir(parents=True)
-    (folder / "podnet-path.json").write_text(json.dumps(walk()))
-    assert "not made yet" in results(tmp_path / "results")  # numbers without their picture
+    (folder / "podnet-path.json").write_text(json.dumps(path_data()))
+    assert "not made yet" in render(tmp_path / "results")  # data without a picture
     (folder / "podnet-path.png").write_bytes(b"a picture")
-    text = results(tmp_path / "results")
+    text = render(tmp_path / "results")
     assert "](results/figures/podnet-path.png)" in text
     assert "begins at 80.0 %: PODNet " in text
     lowest = min(80 - 15 * x / 50 - 36 * x / 50 * (1 - x / 50) for x in range(51))
     assert f"PODNet + IVT {lowest:.1f} at its lowest and 65.0 at the end (barrier 9.0)" in text
-    assert "measured anew" not in text
-    again = walk()
+    assert "re-estimated" not in text
+    again = path_data()
     again["batchnorm"] = "recalibrate"
     for curve in again["curves"]:
         curve["barrier"]["accuracy"]["old"] = 0.25
     (folder / "a-recalibrated-path.json").write_text(json.dumps(again))
     (folder / "a-recalibrated-path.png").write_bytes(b"another picture")
-    text = results(tmp_path / "results")
+    text = render(tmp_path / "results")
     assert "](results/figures/podnet-path.png)" in text
     left = ", ".join("0.2" for _ in again["curves"])
-    assert text.endswith(f"measured anew at every point, the barriers are {left}.")
+    assert text.endswith(f"re-estimated at every point, the barriers are {left}.")
     (folder / "a-recalibrated-path.json").write_text(json.dumps({**again, "task_to": again["task_to"] - 1}))
-    assert "measured anew" not in results(tmp_path / "results")  # another line
+    assert "re-estimated" not in render(tmp_path / "results")  # another path

@@ -1,114 +1,107 @@
-"""Records as tables: who is compared with whom, and what is shown."""
+"""One table in four formats."""
 
 from __future__ import annotations
 
 import io
-from typing import Any
+import re
 
 import pytest
 from rich.console import Console
 
-from incvec.study import tables
-from tests.study.samples import sample
+from incvec.study.tables import Cell, Column, Table, code, duration, make_row, mean, number, safe_name
 
 
-def test_runs_of_other_settings_are_told_apart() -> None:
-    """Alone a row has its name only; where two would read alike, their settings, or the folder."""
-    usual, other = sample("podnet", "ivt"), sample("podnet", "ivt", ivt={"interval": 5})
-    assert [row.apart for row in tables.rows([usual, sample(), sample(seed=1)])] == [None] * 3
-    found = tables.rows([usual, other, sample()], ["runs/a/record.json", "runs/b/record.json", "runs/c/record.json"])
-    assert [row.apart for row in found] == ["as preset, in a", "ivt.interval=5", None]
-    assert "| podnet + ivt (ivt.interval=5) | cifar100 |" in tables.markdown(found)
-    text = io.StringIO()
-    Console(file=text, width=80).print(tables.rich_table(found))
-    assert any(line.startswith(" podnet + ivt [2] ") for line in text.getvalue().splitlines())
-    assert "[2] ivt.interval=5" in text.getvalue()
-    unknown = {**usual["config"], "method": "mine"}
-    for config in ({"device": "cpu"}, unknown, {}):  # what cannot be compared has its folder
-        found = tables.rows([usual, {**usual, "config": config}], ["runs/a/record.json", "runs/b/record.json"])
-        assert [row.apart for row in found] == ["as preset, in a", "b"]
+@pytest.fixture
+def table() -> Table:
+    columns = ["run", Column("ours", "AA ↑"), Column("diff", "AA ↑"), "set", Column("last\none")]
+    cells = ["A & B_1", mean([1.0, 2.0]), number(-0.5, "+.2f"), code("x=#1|2"), number(None)]
+    return Table(columns, [cells, make_row("[b]<i>", *cells[1:], dim=True)], "50 % off", "Note", "s")
 
 
-def record(la: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any) -> dict[str, Any]:
-    config = {
-        "method": "podnet", "addons": list(addons), "oracle": oracle, "seed": seed, "device": "auto",
-        "podnet": {"epochs": 160}, **{name: {"interval": 10} for name in addons},
-    }  # fmt: skip
-    return {
-        "method": "podnet", "addons": list(addons), "dataset": "cifar100", "tasks": 5, "oracle": oracle,
-        "seed": seed, "order_seed": 1993, "test_counts": [50, 10], "accuracy": [[80.0], [la, la]],
-        "metrics": {"AA": (80 + la) / 2, "LA": la, "FM": 80 - la}, "config": config, "seconds": 61.25, **changes,
-    }  # fmt: skip
-
-
-def test_share_of_the_gap_closed() -> None:
-    found = tables.rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True)])
-    assert [row.gap_closed for row in found] == [pytest.approx(3 / 16), None, None]
-    assert [row.run for row in found] == ["podnet + ivt", "podnet", "podnet oracle"]
-    assert found[0].cells() == ["podnet + ivt", "cifar100", "5", "0", "68.50", "57.00", "23.00", "19 %", "61.2"]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        record(70.0, oracle=True, seed=1),
-        record(70.0, oracle=True, order_seed=7),
-        record(70.0, oracle=True, tasks=10),
-        record(70.0, oracle=True, dataset="digits"),
-        record(70.0, oracle=True, method="finetune"),
-        record(70.0, oracle=True, config={"podnet": {"epochs": 40}}),
-        record(70.0, "ivt", oracle=True),
-        record(54.0, oracle=True),  # ahead of nothing
-    ],
-    ids=["seed", "order", "tasks", "dataset", "method", "options", "addon", "no gap"],
-)
-def test_no_gap_without_an_oracle_of_the_same_run(other: dict[str, Any]) -> None:
-    assert tables.rows([record(57.0, "ivt"), record(54.0), other])[0].gap_closed is None
-
-
-def test_the_device_and_options_of_the_addon_may_differ() -> None:
-    oracle = record(70.0, oracle=True)
-    oracle["config"] = {**oracle["config"], "device": "cuda"}
-    ivt = record(62.0, "ivt")
-    ivt["config"]["ivt"] = {"interval": 1}
-    assert tables.rows([ivt, record(54.0), oracle])[0].gap_closed == pytest.approx(0.5)
-
-
-def test_markdown_and_plain_data() -> None:
-    single = record(54.0, metrics={"AA": 54.0, "LA": 54.0, "FM": None}, seconds=None)
-    found = tables.rows([single], ["a/record.json"])
-    assert tables.markdown(found).splitlines() == [
-        "| run | data set | tasks | seed | AA | LA | FM | gap closed | seconds |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-        "| podnet | cifar100 | 5 | 0 | 54.00 | 54.00 | – | – | – |",
+def test_markdown(table: Table) -> None:
+    assert table.markdown().splitlines() == [
+        "| run | AA ↑ ours | AA ↑ diff | set | last one |",
+        "|---|---:|---:|---|---:|",
+        r"| A & B_1 | 1.50 ± 0.71 | -0.50 | `x=#1\|2` | – |",
+        r"| [b]<i> | 1.50 ± 0.71 | -0.50 | `x=#1\|2` | – |",
     ]
-    row = tables.plain_data(found)[0]
-    assert row["path"] == "a/record.json"
-    assert row["FM"] is None
-    assert row["LA"] == 54.0
 
 
-def test_a_table_of_ordinary_runs_fits_a_narrow_terminal() -> None:
+def test_latex(table: Table) -> None:
+    assert table.latex().splitlines() == [
+        r"\begin{table}[t]",
+        r"\centering",
+        r"\caption{50 \% off. Note}",
+        r"\label{tab:s}",
+        r"\begin{tabular}{@{}lrrlr@{}}",
+        r"\toprule",
+        r" & \multicolumn{2}{c}{AA $\uparrow$} &  & " + r" \\",
+        r"\cmidrule(lr){2-3}",
+        r"run & ours & diff & set & last one \\",
+        r"\midrule",
+        r"A \& B\_1 & $1.50_{\pm 0.71}$ & $-0.50$ & \texttt{x=\#1|2} & -- \\",
+        r"[b]\textless{}i\textgreater{} & $1.50_{\pm 0.71}$ & $-0.50$ & \texttt{x=\#1|2} & -- \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+
+
+def test_html(table: Table) -> None:
+    text = table.html()
+    assert text.startswith('<div class="table" id="s"><h3>50 % off</h3><p class="note">Note</p><label')
+    assert "<h3>" not in table.html(section="50 % off")
+    assert '<th colspan="2">AA ↑</th>' in text
+    assert '<td class="number edge" data-value="1.5">1.50 ± 0.71</td>' in text
+    assert '<tr class="not-run"><td class="">[b]&lt;i&gt;</td>' in text
+    assert re.findall(r"<code>.*?</code>", text) == ["<code>x=#1|2</code>"] * 2
+
+
+def test_long_code_breaks_between_words() -> None:
+    words = "incvec run --method podnet --seed 0 --set " + "x" * 50
+    text = Table(["command"], [[code(words)]]).html()
+    assert "<span>--seed</span> <span>0</span>" in text
+    assert f" {'x' * 50}</code>" in text
+    assert "p{6cm}" in Table(["command"], [[code(words)]]).latex()
+
+
+def test_terminal(table: Table) -> None:
     text = io.StringIO()
-    found = tables.rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True, seconds=12345.6)])
-    Console(file=text, width=80).print(tables.rich_table(found, "heading"))
-    lines = text.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any("podnet + ivt" in line and "19 %" in line for line in lines)
-    assert any("podnet oracle" in line and "12345.6" in line for line in lines)
-    assert "…" not in text.getvalue()
+    Console(file=text, width=60).print(table.rich())
+    lines = [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+    assert lines[0] == "50 % off"
+    assert lines[-1] == "Note"
+    assert any("[b]<i>" in line and line.endswith("–") for line in lines)
+    assert {"last", "one"} == {line.split()[-1] for line in lines[1:3]}
 
 
-def test_long_names_and_settings_push_no_number_out_of_a_narrow_terminal() -> None:
-    changes = {"last": "skip", "head": "keep", "batchnorm": "recalibrate", "interval": 5}
-    many = sample("finetune", "ivt", "fisher-merge", "magmax")
-    runs = [sample("podnet", "ivt"), sample("podnet", "ivt", ivt=changes), many]
-    found = tables.rows(runs, ["a/r.json", "b/r.json", "c/r.json"])
-    text = io.StringIO()
-    Console(file=text, width=80).print(tables.rich_table(found))
-    for row in found:
-        assert f"{row.AA:.2f}  {row.LA:.2f}  {row.FM:.2f}" in text.getvalue()
-    assert "ivt.batchnorm=recalibrate" in text.getvalue()
+def test_commit_hashes_are_short_in_latex_only() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    table = Table(["commit"], [[commit + ", abc123"], ["1234567890123456"]])
+    assert "0123456789, abc123 " in table.latex()
+    assert "1234567890123456" in table.latex()
+    assert commit in table.markdown()
+    assert commit in table.html()
+
+
+def test_missing_numbers() -> None:
+    assert number(None) == mean([]) == Cell("–")
+    assert mean([], missing="not run") == Cell("not run")
+    assert mean([1.0, 3.0], "+.1f", error=True) == Cell("+2.0 ± 1.00", 2.0)
+    assert code("") == Cell("–")
+
+
+@pytest.mark.parametrize("name", ["cifar100-5-podnet", "a.b_c-D", "lab-figures-path-1"])
+def test_safe_names_stay(name: str) -> None:
+    assert safe_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/b", "podnet + ivt", "..", "", "-x", "ä", "x" * 1000, "a\0b", "a\nb"])
+def test_other_names_become_safe_and_stay_different(name: str) -> None:
+    made = safe_name(name)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", made)
+    assert safe_name(made) == made
+    assert len({safe_name(other) for other in (name, name + "/", name + "?")}) == 3
 
 
 @pytest.mark.parametrize(
@@ -125,4 +118,4 @@ def test_long_names_and_settings_push_no_number_out_of_a_narrow_terminal() -> No
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert tables.duration(seconds) == text
+    assert duration(seconds) == text

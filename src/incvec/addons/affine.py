@@ -1,16 +1,16 @@
-"""BatchNorm as the affine map it is, for add-ons that move weights.
+"""BatchNorm layers as affine maps, for add-ons that teleport weights.
 
-On its running statistics a layer does y = slope x + offset to each channel, slope = weight / sqrt(var + eps) and
-offset = bias - slope mean. In training it normalizes by each batch instead, so a network that now sees other images
-(new classes alone, say) does something else with the same weights, and much of what it learns makes up for that. To
-take a layer back towards an old one is to take the map back, not the weight and the bias. The map of a network in
-training is that by the batches' statistics (running ones lag behind the weights), and for it to train on from where it
-was taken, the new map has to be told by the statistics of what the layer then sees.
+With its running statistics, a BatchNorm layer is the map y = slope x + offset per channel, with
+slope = weight / sqrt(var + eps) and offset = bias - slope mean. In training it normalizes with the statistics of each
+batch instead. So if the images change (for example to new classes only), the same weight and bias are a different map,
+and much of what the layer learns compensates for that. Therefore the map is interpolated towards the anchor's map,
+instead of weight and bias. In training, the map is defined by the statistics of the batches (running statistics lag
+behind the weights). For training to continue from the interpolated map, weight and bias are recomputed for the
+statistics of the layer's new inputs.
 
-Nor does a slope mean anything by itself: a convolution's filters ten times as long before a norm with a tenth of the
-slope do the same, and lengths drift (weight decay shortens filters that little depends on to nearly nothing, and their
-slopes grow to hundreds). Half of one pair's filters with half of another's slope may do anything, so `Folded` takes
-back the product of the two.
+A slope alone is not meaningful: ten times longer filters before a norm with a tenth of the slope are the same function,
+and norms of filters drift (weight decay shrinks unused filters to nearly zero, and their slopes grow to hundreds).
+Interpolating filters and slope separately could give any function, so `Folded` interpolates their product.
 """
 
 from __future__ import annotations
@@ -21,78 +21,75 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
+from incvec.nets.batchnorm import batchnorm_layers
 
-
-def norms_of(model: nn.Module) -> dict[str, Any]:
-    """The layers by name; Any, since torch's types leave open whether they have weights and statistics."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
+Probe = Callable[[], None]  # runs the network on some images, the same ones at each call
+Moments = tuple[Tensor, Tensor]  # mean and variance per channel
 
 
 class Affine(NamedTuple):
-    """y = slope x + offset, by channel."""
+    """y = slope x + offset, per channel."""
 
     slope: Tensor
     offset: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Affine:
+    def from_batchnorm(cls, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float) -> Affine:
         slope = weight / (var + eps).sqrt()
         return cls(slope, bias - slope * mean)
 
-    def teleported(self, old: Affine, scales: tuple[Tensor, Tensor]) -> Affine:
-        """old + S (self - old), S of the slope that of the weight, S of the offset that of the bias."""
-        slope, offset = (before + s * (now - before) for now, before, s in zip(self, old, scales, strict=True))
+    def teleported(self, anchor: Affine, scales: tuple[Tensor, Tensor]) -> Affine:
+        """anchor + S (self - anchor), with S of the weight for the slope and S of the bias for the offset."""
+        slope, offset = (old + s * (new - old) for new, old, s in zip(self, anchor, scales, strict=True))
         return Affine(slope, offset)
 
     @torch.no_grad()
-    def tell(self, norm: Any) -> None:
-        """Set the layer's weight and bias so that on its running statistics it is this map."""
+    def write_to(self, norm: Any) -> None:
+        """Set the layer's weight and bias such that it is this map with its running statistics."""
         norm.weight.copy_(self.slope * (norm.running_var + norm.eps).sqrt())
         norm.bias.copy_(self.offset + self.slope * norm.running_mean)
 
 
-def _filters(slope: Tensor, weight: Tensor) -> Tensor:
-    """A number for each filter, in a shape that multiplies the weight."""
-    return slope.view(-1, *[1] * (weight.dim() - 1))
+def _per_filter(values: Tensor, weight: Tensor) -> Tensor:
+    """One value per filter, in a shape that broadcasts with the weight."""
+    return values.view(-1, *[1] * (weight.dim() - 1))
 
 
 class Folded:
-    """A layer's weight times the slope of the norm it feeds: what the two do together, however long the filters are.
+    """A layer's weight multiplied by the slope of the norm that follows it: the function of the two together.
 
-    Made, it has put the product in the weight's place, and has the anchor's product. `part` puts filters in its place
-    again, as long as S of the slope says, but no shorter than keeps the slope that goes with them (which it returns)
-    within those it lies between: shorter ones would be right, and gone with the optimizer's next steps.
+    The constructor replaces the weight by the product, and computes the anchor's product. `unfold` splits the product
+    into filters and a slope again. The norms of the filters are interpolated with S of the slope, but they are at least
+    so large that the slope does not exceed those of the two maps: smaller filters would be the same function, but the
+    next optimizer steps would destroy them.
     """
 
     @torch.no_grad()
     def __init__(self, weight: Tensor, anchor: Tensor, new: Affine, old: Affine, scale: Tensor) -> None:
-        self.weight, self.before = weight, weight.clone()
-        self.sign = torch.where(new.slope < 0, -1.0, 1.0)  # filters point as they did, which the optimizer remembers
-        now, then = (tensor.flatten(1).norm(dim=1) for tensor in (weight, anchor))
-        self.length = then + scale * (now - then)
-        self.steepest = torch.maximum(new.slope.abs(), old.slope.abs())
-        self.anchor = anchor * _filters(old.slope, anchor)
-        weight.mul_(_filters(new.slope, weight))
+        self.weight, self.original = weight, weight.clone()
+        self.sign = torch.where(new.slope < 0, -1.0, 1.0)  # filters keep their direction, as in the optimizer's state
+        new_norm, old_norm = (tensor.flatten(1).norm(dim=1) for tensor in (weight, anchor))
+        self.norm = old_norm + scale * (new_norm - old_norm)
+        self.max_slope = torch.maximum(new.slope.abs(), old.slope.abs())
+        self.anchor = anchor * _per_filter(old.slope, anchor)
+        weight.mul_(_per_filter(new.slope, weight))
 
     @torch.no_grad()
-    def part(self) -> Tensor:
-        product = self.weight.flatten(1).norm(dim=1)
-        length = torch.maximum(self.length, product / self.steepest)
-        some = (product > 0) & (length > 0)  # a filter that is nothing stays as it was, with a slope of nothing
-        slope = torch.where(some, self.sign * product / length, 0.0)
-        back = self.weight / _filters(torch.where(some, slope, 1.0), self.weight)
-        self.weight.copy_(torch.where(_filters(some, back), back, self.before))
+    def unfold(self) -> Tensor:
+        """Replace the product by filters; returns the slope. A filter of zeros keeps its original value."""
+        product_norm = self.weight.flatten(1).norm(dim=1)
+        norm = torch.maximum(self.norm, product_norm / self.max_slope)
+        nonzero = (product_norm > 0) & (norm > 0)
+        slope = torch.where(nonzero, self.sign * product_norm / norm, 0.0)
+        filters = self.weight / _per_filter(torch.where(nonzero, slope, 1.0), self.weight)
+        self.weight.copy_(torch.where(_per_filter(nonzero, filters), filters, self.original))
         return slope
 
 
-Look = Callable[[], None]  # runs the network on some images, the same each time
-
-
 @torch.no_grad()
-def feeding(model: nn.Module, look: Look) -> dict[Any, Any]:
-    """By norm, the layer without a bias whose output it takes as it is, and no other norm does, where there is one."""
-    found: dict[Any, Any] = {}
+def preceding_layers(model: nn.Module, probe: Probe) -> dict[Any, Any]:
+    """The layer without bias whose output is the direct input of a norm, and of no other norm; by norm."""
+    layer_of: dict[Any, Any] = {}
     last: list[Any] = [None, None]
 
     def after(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -100,63 +97,60 @@ def feeding(model: nn.Module, look: Look) -> dict[Any, Any]:
 
     def before(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0] is last[1]:
-            found[norm] = last[0]
+            layer_of[norm] = last[0]
 
     layers = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear)) and m.bias is None]
     handles = [layer.register_forward_hook(after) for layer in layers]
-    handles += [norm.register_forward_pre_hook(before) for norm in norms_of(model).values()]
+    handles += [norm.register_forward_pre_hook(before) for norm in batchnorm_layers(model).values()]
     try:
-        look()
+        probe()
     finally:
         for handle in handles:
             handle.remove()
-    taken = list(found.values())
-    return {norm: layer for norm, layer in found.items() if taken.count(layer) == 1}
-
-
-Moments = tuple[Tensor, Tensor]  # mean and variance, by channel
+    used = list(layer_of.values())
+    return {norm: layer for norm, layer in layer_of.items() if used.count(layer) == 1}
 
 
 @torch.no_grad()
-def moments(norms: Iterable[Any], look: Look) -> dict[Any, Moments]:
-    """Of what the layers see, by layer.
+def input_moments(norms: Iterable[Any], probe: Probe) -> dict[Any, Moments]:
+    """Mean and variance of the layers' inputs, by layer.
 
-    Where the network calls a layer more than once, the last input counts; one that it never calls is not among them.
+    If the network calls a layer several times, its last input counts. A layer that is not called is not included.
     """
-    seen: dict[Any, Moments] = {}
+    moments: dict[Any, Moments] = {}
 
-    def note(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def record(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         values = inputs[0].float()
         axes = [axis for axis in range(values.dim()) if axis != 1]
-        var, mean = torch.var_mean(values, axes, correction=0)  # as a batch is normalized
-        seen[norm] = mean, var
+        var, mean = torch.var_mean(values, axes, correction=0)  # as BatchNorm normalizes a batch
+        moments[norm] = mean, var
 
-    handles = [norm.register_forward_pre_hook(note) for norm in norms]  # which also keeps our own kernels away
+    handles = [norm.register_forward_pre_hook(record) for norm in norms]  # layers with hooks do not use fused kernels
     try:
-        look()
+        probe()
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return moments
 
 
 @torch.no_grad()
-def renormalize(maps: Mapping[Any, Affine], look: Look) -> None:
-    """Make layers these maps, told by the statistics of what they then see; where nothing is seen the statistics stay.
+def write_maps(maps: Mapping[Any, Affine], probe: Probe) -> None:
+    """Make the layers these maps, with the statistics of their new inputs; without inputs the statistics stay.
 
-    The maps have to be by the statistics of the very images that are looked at here, all of them at once. Then maps
-    that did not change are told as they were. By means over several batches they would not be: nothing normalizes on
-    the way through maps, so what a batch differs from the mean by grows from layer to layer, and ends in the weights.
+    The maps have to be defined by the statistics of the very images of the probe, all in one batch: then unchanged maps
+    give unchanged weights. With means over several batches they would not. The maps do not normalize, so the difference
+    of a batch from the mean would grow from layer to layer and end up in the weights.
     """
     modes = {norm: norm.training for norm in maps}
     for norm, affine in maps.items():
-        affine.tell(norm)
-        norm.eval()  # so that it is the map, whatever the batch
+        affine.write_to(norm)
+        norm.eval()  # so that it is the map, independent of the batch
     try:
-        for norm, (mean, var) in moments(maps, look).items():
+        for norm, (mean, var) in input_moments(maps, probe).items():
             norm.running_mean.copy_(mean)
             norm.running_var.copy_(var)
-            maps[norm].tell(norm)
+            maps[norm].write_to(norm)
     finally:
         for norm, mode in modes.items():
             norm.train(mode)

@@ -1,31 +1,33 @@
-"""Increment vector transformation as an add-on: the plug-in, listening to the engine.
+"""Increment Vector Transformation as an add-on: the plug-in, driven by the engine.
 
-Every `interval` epochs of the main stage the deployed parameters are teleported towards where the task began,
-theta <- anchor + S (theta - anchor), S = (Fbar_{t-1} + Fbar_t)^-1 Fbar_t. Balanced and alignment stages are left
-alone unless `stages` names their roles; there F_t stays the main stage's. F_1 is the batch Fisher of the base
-task's last epoch, which every run shares, or a measuring pass over single samples (`first_fisher="sample"`).
+Every `interval` epochs of the main stage the deployed parameters are teleported, theta <- anchor + S (theta - anchor),
+S = (Fbar_{t-1} + Fbar_t)^-1 Fbar_t, with the anchor at the beginning of the task. Balanced and alignment stages are
+only teleported if `stages` includes their roles, with F_t of the main stage. F_1 is the batch Fisher of the base
+task's last epoch, which all runs share, or comes from a measuring pass over single samples (`first_fisher="sample"`).
 
-The anchor, Fbar and F take three times the trained parameters in float32: 3 x 0.6 GB for CLIP ViT-B/16. `memory="host"`
-keeps the first two in host memory and streams them at a teleport. A snapshot holds Fbar, as large as the model once
-more, which a run that begins there and the lab's `curvature` need; of pre-trained models only with `snapshot_fisher`.
+Memory: the anchor, Fbar and F are three times the trained parameters in float32, 3 x 0.6 GB for CLIP ViT-B/16.
+`memory="host"` keeps the first two in host memory and streams them at a teleport. A snapshot contains Fbar, which a
+run that starts there and the study's curvature need. It is as large as the model, so snapshots of pre-trained models
+contain it only with `snapshot_fisher`.
 
-The last teleport may leave BatchNorm's running statistics behind the weights: `batchnorm` keeps them, moves them
-with the mean S of their layer (`interpolate`), or measures them anew after the main stage (`recalibrate`). Those that
-the method holds fixed (SSRE) stay as they are. `map` goes further: what is teleported is the affine map that a layer
-is, by the statistics of some batches seen as one, and the new map is told by theirs again, so that training goes on
-from the function that was teleported (see affine.py). The others leave it to training to make up for a weight that
-went back while the batches it is normalized by stayed. `layer` does as `map`, for a convolution and its norm together:
-their product goes back, by the convolution's S. The two differ little as long as filters keep their lengths; where
-some have nearly vanished, as in ResNet-18's last stage, slopes taken back by themselves may explode (docs/findings.md).
+BatchNorm. After the last teleport the running statistics may not fit the weights. `batchnorm` selects what happens:
+`keep` leaves them; `interpolate` interpolates them with the mean S of their layer; `recalibrate` re-estimates them
+after the main stage. Statistics that the method freezes (SSRE) are not changed. With these three, training has to
+compensate for weights that are teleported while the batch statistics are not. `map` teleports the affine map of each
+BatchNorm layer (with the statistics of a few batches as one) and recomputes weight and bias, so that training
+continues from the teleported function (see affine.py). `layer` does the same for a convolution and its BatchNorm layer
+together: their product is teleported with the convolution's S. The two differ little while filters keep their norms.
+If some filters have nearly vanished, as in the last stage of ResNet-18, slopes teleported by themselves may explode
+(docs/results.md).
 
-Algorithm 1 ends on a teleport wherever the interval divides the epochs, so that what is delivered has not trained
-since: `last="skip"` leaves that one out. It says nothing of the classifier, whose old rows have a past and are
-teleported while the new ones stand still, which shifts the balance between old and new classes; `head="keep"`
-teleports the backbone alone. (PODNet and LUCIR do not train their old rows, so there the two hardly differ.) The
-presets for photographs and networks trained from scratch do both. Three hosts have their own: PODNet, whose balanced
-stage follows the last teleport, keeps to the letter; PASS and FCS, which see new classes alone, do both with
-`batchnorm="layer"` (on CIFAR-100 `"map"`). Without a preset it is the letter. A teleport in another stage that `stages`
-names moves what the task has trained, a backbone that rests there too.
+Open questions of Algorithm 1. It ends with a teleport if the interval divides the epochs, so the final weights are not
+trained afterwards; `last="skip"` omits this teleport. It does not mention the classifier. Its old rows are teleported
+and its new rows are not, which shifts the balance between old and new classes; `head="keep"` teleports the backbone
+only. (PODNet and LUCIR freeze their old rows, so it hardly matters there.) The defaults are Algorithm 1 verbatim; the
+presets for photographs and networks trained from scratch use both options. Three hosts have their own presets: PODNet,
+whose balanced stage follows the last teleport, uses Algorithm 1 verbatim; PASS and FCS, which only see new classes,
+use both options with `batchnorm="layer"` (`"map"` on CIFAR-100). A teleport in another stage that `stages` includes
+acts on all parameters trained in the task, even if that stage freezes the backbone.
 """
 
 from __future__ import annotations
@@ -38,29 +40,34 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.addons.affine import Affine, Folded, feeding, moments, norms_of, renormalize
+from incvec.addons.affine import Affine, Folded, input_moments, preceding_layers, write_maps
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Role, Stage, Task, Terms, World
 from incvec.ivt import IVT, scale
+from incvec.nets.batchnorm import STATISTICS, Recalibration, batchnorm_layers, running_statistics
 
-BATCHES = 4  # whose statistics, all at once, tell a map
-MAPS = ("map", "layer")  # ways of BatchNorm that take maps back
-MAX_TESTED_WIDTH = 64  # features of the widest network, ResNet-32, that `map` has done well with
+PROBE_BATCHES = 4  # their statistics, as one batch, define a map
+MAPS = ("map", "layer")  # values of `batchnorm` that teleport maps
+MAX_TESTED_WIDTH = 64  # features of ResNet-32, the widest network for which `map` has worked
 
 
 class IVTOptions(Options):
-    interval: int | None = Field(10, ge=1, description="epochs between teleports; null: once, at the stage's end")
-    structure: Literal["diagonal", "kernel"] = "diagonal"
-    first_fisher: Literal["batch", "sample"] = "batch"
+    interval: int | None = Field(10, ge=1, description="epochs between teleports; null: once, at the end of the stage")
+    structure: Literal["diagonal", "kernel"] = Field("diagonal", description="of F; kernel: one block per kernel slice")
+    first_fisher: Literal["batch", "sample"] = Field("batch", description="gradients of F_1: of batches or of samples")
     optimizer_state: Literal["keep", "reset"] = Field("keep", description="of teleported parameters, at a teleport")
-    batchnorm: Literal["keep", "interpolate", "recalibrate", "map", "layer"] = "keep"
-    last: Literal["teleport", "skip"] = Field("teleport", description="after a stage's last epoch, where one is due")
-    head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
-    memory: Literal["device", "host"] = Field("device", description="where the anchor and Fbar lie")
-    snapshot_fisher: bool | None = Field(
-        None, description="whether a task's snapshot holds Fbar; null: where the model is trained from scratch"
+    batchnorm: Literal["keep", "interpolate", "recalibrate", "map", "layer"] = Field(
+        "keep", description="how BatchNorm layers are teleported"
     )
-    stages: Annotated[tuple[Role, ...], Field(strict=False)] = ("main",)
+    last: Literal["teleport", "skip"] = Field("teleport", description="the teleport after the last epoch of a stage")
+    head: Literal["teleport", "keep"] = Field("teleport", description="the classifier's old rows, at a teleport")
+    memory: Literal["device", "host"] = Field("device", description="where the anchor and Fbar are stored")
+    snapshot_fisher: bool | None = Field(
+        None, description="store Fbar in snapshots; null: only for models trained from scratch"
+    )
+    stages: Annotated[tuple[Role, ...], Field(strict=False, description="roles of the stages with teleports")] = (
+        "main",
+    )
 
 
 class IVTAddOn(AddOn):
@@ -74,14 +81,14 @@ class IVTAddOn(AddOn):
         super().__init__(options, world, method)
         self.plugin = IVT(
             method.model,
-            interval=None,  # the engine counts a stage's epochs
+            interval=None,  # the add-on counts the epochs of a stage
             structure=options.structure,
             memory=options.memory,
-            listen=False,  # and calls `accumulate` inside its step
+            listen=False,  # the add-on calls `accumulate` within the engine's step
         )
-        self.buffers: dict[str, Tensor] = {}  # BatchNorm's statistics at the anchor, where they or maps go back
-        self.sums: dict[str, Tensor] = {}  # and their sums, where one epoch measures them anew: never saved
-        self._statistics_of_task: dict[str, Any] = {}
+        self.buffers: dict[str, Tensor] = {}  # running statistics at the anchor, or before the Fisher pass
+        self.recalibration: Recalibration | None = None  # during its stage; never saved
+        self._statistics: dict[str, Any] = {}
 
     @classmethod
     def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
@@ -93,69 +100,66 @@ class IVTAddOn(AddOn):
     def incompatible_options(cls, options: Any, method: type[Method], method_options: Any) -> str | None:
         if options.first_fisher == "sample" and method.uses_batch_contrast(method_options):
             return (
-                f"first_fisher=sample takes gradients of single images, but {method.name}'s loss contrasts the images "
-                "of a batch: alone in it, an image has none to tell apart, and its gradient is 0. Use "
-                "ivt.first_fisher=batch."
+                f"first_fisher=sample needs gradients of single images, but {method.name}'s loss contrasts the images "
+                "of a batch: with a single image its gradient is 0. Use ivt.first_fisher=batch."
             )
         if options.structure == "kernel" and options.batchnorm == "interpolate":
             return (
-                "batchnorm=interpolate takes a layer's statistics back by the mean of its weights' S, but with "
-                "structure=kernel the weights go back by blocks, and the two do not fit. Use ivt.batchnorm=recalibrate."
+                "batchnorm=interpolate uses the mean S of a layer's weights, but structure=kernel has blocks instead "
+                "of S. Use ivt.batchnorm=recalibrate."
             )
         if options.interval is None and options.last == "skip":
             return (
-                "with interval=null the one teleport is at the end, and last=skip leaves that out, so it never "
-                "teleports. Use ivt.last=teleport, or an interval."
+                "interval=null has a single teleport, at the end, and last=skip omits it: ivt never teleports. Use "
+                "ivt.last=teleport, or an interval."
             )
         return None
 
     def notice(self) -> str | None:
-        return " ".join(filter(None, (self._too_wide(), self._idle()))) or None
+        return " ".join(filter(None, (self._width_notice(), self._idle_notice()))) or None
 
-    def _too_wide(self) -> str:
+    def _width_notice(self) -> str:
         width = getattr(getattr(self.method.model, "backbone", None), "width", 0)
         if self.options.batchnorm != "map" or width <= MAX_TESTED_WIDTH:
             return ""
         return (
-            f"ivt.batchnorm=map was tried with {MAX_TESTED_WIDTH} features and fewer; this network has {width}, and "
-            "such ones may break with it (docs/findings.md). Use ivt.batchnorm=layer."
+            f"ivt.batchnorm=map was tested with up to {MAX_TESTED_WIDTH} features; this network has {width}, and wide "
+            "networks may diverge with it (docs/results.md). Use ivt.batchnorm=layer."
         )
 
-    def _idle(self) -> str:
+    def _idle_notice(self) -> str:
         epochs, o = getattr(self.method.options, "epochs", None), self.options
         if epochs is None or o.interval is None or o.stages != ("main",):
             return ""
-        left_out = o.last == "skip" and epochs % o.interval == 0
-        if epochs // o.interval > left_out:
+        skipped = o.last == "skip" and epochs % o.interval == 0
+        if epochs // o.interval > skipped:
             return ""
-        skipped = ", and ivt.last=skip leaves out the one after the last" if left_out else ""
-        remedy = ", or ivt.last=teleport" if left_out else ""
+        reason = ", and ivt.last=skip omits the one after the last epoch" if skipped else ""
+        remedy = ", or ivt.last=teleport" if skipped else ""
         return (
-            f"ivt changes nothing in this run: an increment has {epochs} epoch(s), a teleport comes every {o.interval}"
-            f"{skipped}. Use a smaller ivt.interval{remedy}."
+            f"ivt changes nothing in this run: an increment has {epochs} epoch(s), with a teleport every {o.interval}"
+            f"{reason}. Use a smaller ivt.interval{remedy}."
         )
 
-    # Stages of its own ----------------------------------------------------------------------------------
+    # Stages of the add-on -------------------------------------------------------------------------------
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
         o = self.options
         main = self._main(stages)
         if task.index == 0:
-            kernel = o.structure == "kernel"  # the shared F_1 is diagonal: blocks need a pass of their own
+            kernel = o.structure == "kernel"  # the shared F_1 is diagonal, so blocks need a pass of their own
             if o.first_fisher == "batch" and not kernel:
                 return stages
             size = 1 if o.first_fisher == "sample" else main.batch_size
             groups = tuple(Group(group.prefixes, 0.0) for group in main.groups)
             return [*stages, self._measure(main, "fisher", size, groups, None)]
-        if o.batchnorm != "recalibrate" or main.batchnorm == "frozen":  # statistics the method holds fixed stay so
+        if o.batchnorm != "recalibrate" or main.batchnorm == "frozen":  # statistics frozen by the method stay frozen
             return stages
         place = 1 + max(i for i, stage in enumerate(stages) if stage.role == "main")
-        recalibrate = self._measure(main, "recalibrate", main.batch_size, (), self._forward)
+        recalibrate = self._measure(main, "recalibrate", main.batch_size, (), self._recalibration_loss)
         return [*stages[:place], recalibrate, *stages[place:]]
 
     def _measure(self, main: Stage, name: str, batch_size: int, groups: tuple[Group, ...], loss: Any) -> Stage:
-        still = batch_size == 1 or main.batchnorm == "frozen"
-        frozen: Literal["train", "frozen"] = "frozen" if still else "train"
         return Stage(
             name=f"ivt-{name}",
             role="measure",
@@ -164,7 +168,7 @@ class IVTAddOn(AddOn):
             groups=groups,
             source=main.source,
             views=main.views,
-            batchnorm=frozen,
+            batchnorm="frozen" if batch_size == 1 else main.batchnorm,
             owner=self.name,
             loss=loss or main.loss,
             eager="it averages BatchNorm's batch statistics" if name == "recalibrate" else None,
@@ -174,193 +178,180 @@ class IVTAddOn(AddOn):
         if stage.owner != self.name:
             return None
         if stage.name == "ivt-fisher":
-            self._anchor()
-            self.buffers = {name: buffer.clone() for name, buffer in self._statistics()}  # measuring changes nothing
+            self._set_anchor()
+            self._save_statistics()
         else:
-            self.sums = {name: torch.zeros_like(buffer) for name, buffer in self._statistics()}
-            self.sums["count"] = torch.zeros((), device=self.world.device)
-            for module in self._norms().values():
-                module.momentum = 1.0  # so that the running statistics are the batch's own
+            self.recalibration = Recalibration(self.method.model)
         return self.method.begin_stage(task, self._main(self.method.stages(task)))
 
     @staticmethod
     def _main(stages: Sequence[Stage]) -> Stage:
         return next(stage for stage in stages if stage.role == "main")
 
-    def _forward(self, batch: Batch) -> Terms:
-        """The main stage's loss in train mode, the batch's statistics added up.
-
-        The loss, since it decides what the network sees of a batch: turned images, mixed ones, pushed features.
-        """
+    def _recalibration_loss(self, batch: Batch) -> Terms:
+        """The main stage's loss in train mode: it determines the network's inputs (rotated or mixed images, ...)."""
         terms = (self._main(self.method.stages(self.method.task)).loss or self.method.loss)(batch)
-        for name, buffer in self._statistics():
-            self.sums[name] += buffer
-        self.sums["count"] += 1
+        assert self.recalibration is not None
+        self.recalibration.update()
         return terms
 
-    def _norms(self) -> dict[str, Any]:
-        return norms_of(self.method.model)
+    def end_stage(self, task: Task, stage: Stage) -> None:
+        if stage.name == "ivt-fisher":
+            for name, buffer in running_statistics(self.method.model).items():
+                buffer.copy_(self.buffers[name])
+            self.buffers = {}
+        if self.recalibration is not None and stage.name == "ivt-recalibrate":
+            self.recalibration.finish()
+            self.recalibration = None
 
-    def _statistics(self) -> list[tuple[str, Tensor]]:
-        kinds = ("running_mean", "running_var")
-        return [(f"{name}.{kind}", getattr(m, kind)) for name, m in self._norms().items() for kind in kinds]
+    # Anchor and F ---------------------------------------------------------------------------------------
 
-    # Listening ------------------------------------------------------------------------------------------
-
-    def _anchor(self) -> None:
-        self.method.model.requires_grad_(True)  # the stage before may have frozen some; the next one settles it
+    def _set_anchor(self) -> None:
+        self.method.model.requires_grad_(True)  # the previous stage may have frozen some; the next one sets it again
         self.plugin.begin_task()
 
+    def _save_statistics(self) -> None:
+        self.buffers = {name: buffer.clone() for name, buffer in running_statistics(self.method.model).items()}
+
     def begin_task(self, task: Task) -> None:
-        self._anchor()
+        self._set_anchor()
         if self.options.batchnorm in ("interpolate", *MAPS):
-            self.buffers = {name: buffer.clone() for name, buffer in self._statistics()}
+            self._save_statistics()
 
     def _collects(self, stage: Stage) -> bool:
         return stage.role == "main" or stage.name == "ivt-fisher"
 
-    def _ends(self, task: Task, stage: Stage, epoch: int) -> bool:
-        """Whether F of this epoch is used: a teleport follows it, or it is the stage's last.
+    def _uses_fisher(self, task: Task, stage: Stage, epoch: int) -> bool:
+        """Whether F of this epoch is used, by a teleport or at the end of the stage; others are not finalized."""
+        return epoch == stage.epochs or self.teleports(task, stage, epoch)
 
-        Between such epochs the sums run on unheeded, and no time is spent on them.
-        """
-        return epoch == stage.epochs or self._teleports(task, stage, epoch)
-
-    def _teleports(self, task: Task, stage: Stage, epoch: int) -> bool:
+    def teleports(self, task: Task, stage: Stage, epoch: int) -> bool:
+        """Whether a teleport follows this epoch (from 1)."""
         if task.index == 0 or stage.owner is not None or stage.role not in self.options.stages:
             return False
         interval = stage.epochs if self.options.interval is None else self.options.interval
         return epoch % interval == 0 and not (epoch == stage.epochs and self.options.last == "skip")
 
     def begin_epoch(self, task: Task, stage: Stage, epoch: int) -> None:
-        fresh = epoch == 1 or self._ends(task, stage, epoch - 1)  # the sums are closed, and a step may be captured now
-        if self._collects(stage) and (fresh or self._ends(task, stage, epoch)):
+        finalized = epoch == 1 or self._uses_fisher(task, stage, epoch - 1)  # a captured step needs open sums
+        if self._collects(stage) and (finalized or self._uses_fisher(task, stage, epoch)):
             self.plugin.begin_epoch()
 
     def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
         if self._collects(stage):
             self.plugin.accumulate([p for name, p in parameters.items() if name.startswith("model.")])
 
-    def end_epoch(self, task: Task, stage: Stage, epoch: int, optimizer: torch.optim.Optimizer | None) -> None:
-        if self._collects(stage) and self._ends(task, stage, epoch):
-            self.plugin.end_epoch()
-        if self._teleports(task, stage, epoch):
-            self._interpolate_statistics()
-            if self.options.batchnorm in MAPS and self._norms():
-                self._teleport_maps(stage)
-            else:
-                self.plugin.teleport(self._left)
-            if self.options.optimizer_state == "reset" and optimizer is not None:
-                self._forget(optimizer)
-
-    @property
-    def _left(self) -> tuple[str, ...]:
-        """Name prefixes of what is not teleported."""
-        return ("head.",) if self.options.head == "keep" else ()
-
-    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Zero the optimizer's state of what is teleported; new rows keep theirs."""
-        names = {n for n in self.plugin.cumulative.keys() & self.plugin.fisher.keys() if not n.startswith(self._left)}
-        moved = [p for name, p in self.method.model.named_parameters() if name in names]
-        state = [t for parameter in moved for t in optimizer.state.get(parameter, {}).values()]
-        if state:
-            torch._foreach_zero_(state)
-
-    def _interpolate_statistics(self) -> None:
-        """buffer <- old + mean(S) (buffer - old), S that of the layer's own weight."""
-        if self.options.batchnorm != "interpolate":
-            return
-        for name, module in self._norms().items():
-            of_weight = self._scale_of(f"{name}.weight")
-            if of_weight is None:
-                continue
-            s = of_weight.mean()
-            for kind in ("running_mean", "running_var"):
-                buffer, old = getattr(module, kind), self.buffers[f"{name}.{kind}"]
-                buffer.copy_(old + s * (buffer - old))
-
-    def _scale_of(self, name: str) -> Tensor | None:
-        """S of a parameter; None for one that is new, or rests: it is not teleported."""
-        old, new = self.plugin.cumulative.get(name), self.plugin.fisher.get(name)
-        return None if old is None or new is None else scale(old.to(new.device), new)
-
-    def _look(self, stage: Stage) -> None:
-        """At images to measure statistics on; none where the stage has them fixed."""
-        if stage.batchnorm == "train":
-            self.world.probe(BATCHES)
-
-    @torch.no_grad()
-    def _teleport_maps(self, stage: Stage) -> None:
-        """A teleport after which each layer is the map of the anchor and S times the way to the one it trains as."""
-        look, layers = partial(self._look, stage), self.options.batchnorm == "layer"
-        present = moments(self._norms().values(), look)
-        fed = feeding(self.method.model, partial(self.world.probe, 1)) if layers else {}
-        names = {module: name for name, module in self.method.model.named_modules()}
-        maps: dict[Any, Affine] = {}
-        folded: dict[Any, tuple[str, Folded]] = {}
-        for name, norm in self._norms().items():
-            of_weight, of_bias = self._scale_of(f"{name}.weight"), self._scale_of(f"{name}.bias")
-            if of_weight is None or of_bias is None:
-                continue
-            here = norm.weight.device
-            weight, bias = (self.plugin.anchor[f"{name}.{kind}"].to(here) for kind in ("weight", "bias"))
-            mean, var = (self.buffers[f"{name}.{kind}"] for kind in ("running_mean", "running_var"))
-            old = Affine.of(weight, bias, mean, var, norm.eps)
-            mean, var = present.get(norm, (norm.running_mean, norm.running_var))
-            new = Affine.of(norm.weight, norm.bias, mean, var, norm.eps)
-            maps[norm] = new.teleported(old, (of_weight, of_bias))
-            own = f"{names[fed[norm]]}.weight" if norm in fed else ""
-            if own in self.plugin.cumulative and own in self.plugin.fisher:
-                there = self.plugin.anchor[own].to(here)
-                folded[norm] = own, Folded(fed[norm].weight, there, new, old, of_weight)
-        self.plugin.teleport(self._left, {own: product.anchor for own, product in folded.values()})
-        for norm, (_, product) in folded.items():
-            maps[norm] = maps[norm]._replace(slope=product.part())
-        if maps:
-            renormalize(maps, look)
-
-    def end_stage(self, task: Task, stage: Stage) -> None:
-        if stage.name == "ivt-fisher":
-            for name, buffer in self._statistics():
-                buffer.copy_(self.buffers[name])
-            self.buffers = {}
-        if stage.name == "ivt-recalibrate":
-            for name, module in self._norms().items():
-                module.momentum = 0.1
-                for kind in ("running_mean", "running_var"):
-                    getattr(module, kind).copy_(self.sums[f"{name}.{kind}"] / self.sums["count"])
-            self.sums = {}
-
     def end_task(self, task: Task) -> None:
         measured = self.options.first_fisher == "sample" or self.options.structure == "kernel"
         if task.index == 0 and not measured:
             assert self.world.base_fisher is not None
-            self._anchor()
+            self._set_anchor()
             self.plugin.set_fisher(self.world.base_fisher)
-        self._statistics_of_task = self._account() if task.index > 0 else {}
+        self._statistics = self._task_statistics() if task.index > 0 else {}
         self.plugin.end_task()
         self.buffers = {}
 
-    # State ----------------------------------------------------------------------------------------------
+    # Teleport -------------------------------------------------------------------------------------------
+
+    def end_epoch(self, task: Task, stage: Stage, epoch: int, optimizer: torch.optim.Optimizer | None) -> None:
+        if self._collects(stage) and self._uses_fisher(task, stage, epoch):
+            self.plugin.end_epoch()
+        if self.teleports(task, stage, epoch):
+            self._interpolate_statistics()
+            if self.options.batchnorm in MAPS and batchnorm_layers(self.method.model):
+                self._teleport_maps(stage)
+            else:
+                self.plugin.teleport(self._excluded)
+            if self.options.optimizer_state == "reset" and optimizer is not None:
+                self._reset(optimizer)
+
+    @property
+    def _excluded(self) -> tuple[str, ...]:
+        """Name prefixes of the parameters that are not teleported."""
+        return ("head.",) if self.options.head == "keep" else ()
+
+    def _reset(self, optimizer: torch.optim.Optimizer) -> None:
+        """Zero the optimizer state of the teleported parameters."""
+        known = self.plugin.cumulative.keys() & self.plugin.fisher.keys()
+        names = {name for name in known if not name.startswith(self._excluded)}
+        teleported = [p for name, p in self.method.model.named_parameters() if name in names]
+        state = [t for parameter in teleported for t in optimizer.state.get(parameter, {}).values()]
+        if state:
+            torch._foreach_zero_(state)
+
+    def _interpolate_statistics(self) -> None:
+        """buffer <- old + mean(S) (buffer - old), with S of the layer's weight."""
+        if self.options.batchnorm != "interpolate":
+            return
+        for name, layer in batchnorm_layers(self.method.model).items():
+            weight_scale = self._scale_of(f"{name}.weight")
+            if weight_scale is None:
+                continue
+            s = weight_scale.mean()
+            for kind in STATISTICS:
+                buffer, old = getattr(layer, kind), self.buffers[f"{name}.{kind}"]
+                buffer.copy_(old + s * (buffer - old))
+
+    def _scale_of(self, name: str) -> Tensor | None:
+        """S of a parameter; None for new and frozen ones, which are not teleported."""
+        old, new = self.plugin.cumulative.get(name), self.plugin.fisher.get(name)
+        return None if old is None or new is None else scale(old.to(new.device), new)
+
+    def _probe(self, stage: Stage) -> None:
+        """Run the network on the images that define the maps; not if the stage freezes BatchNorm."""
+        if stage.batchnorm == "train":
+            self.world.probe(PROBE_BATCHES)
+
+    @torch.no_grad()
+    def _teleport_maps(self, stage: Stage) -> None:
+        """A teleport that interpolates the maps of the BatchNorm layers instead of their weights and biases."""
+        model, plugin, probe = self.method.model, self.plugin, partial(self._probe, stage)
+        norms = batchnorm_layers(model)
+        moments = input_moments(norms.values(), probe)
+        layers = preceding_layers(model, partial(self.world.probe, 1)) if self.options.batchnorm == "layer" else {}
+        names = {module: name for name, module in model.named_modules()}
+        maps: dict[Any, Affine] = {}
+        folded: dict[Any, tuple[str, Folded]] = {}
+        for name, norm in norms.items():
+            weight_scale, bias_scale = self._scale_of(f"{name}.weight"), self._scale_of(f"{name}.bias")
+            if weight_scale is None or bias_scale is None:
+                continue
+            device = norm.weight.device
+            weight, bias = (plugin.anchor[f"{name}.{kind}"].to(device) for kind in ("weight", "bias"))
+            mean, var = (self.buffers[f"{name}.{kind}"] for kind in STATISTICS)
+            old = Affine.from_batchnorm(weight, bias, mean, var, norm.eps)
+            mean, var = moments.get(norm, (norm.running_mean, norm.running_var))
+            new = Affine.from_batchnorm(norm.weight, norm.bias, mean, var, norm.eps)
+            maps[norm] = new.teleported(old, (weight_scale, bias_scale))
+            filters = f"{names[layers[norm]]}.weight" if norm in layers else ""
+            if filters in plugin.cumulative and filters in plugin.fisher:
+                anchor = plugin.anchor[filters].to(device)
+                folded[norm] = filters, Folded(layers[norm].weight, anchor, new, old, weight_scale)
+        plugin.teleport(self._excluded, {filters: product.anchor for filters, product in folded.values()})
+        for norm, (_, product) in folded.items():
+            maps[norm] = maps[norm]._replace(slope=product.unfold())
+        if maps:
+            write_maps(maps, probe)
+
+    # State and statistics -------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        found = dict(self.plugin.state_dict())
-        return found | {f"buffers/{name}": tensor for name, tensor in self.buffers.items()}
+        return dict(self.plugin.state_dict()) | {f"buffers/{name}": tensor for name, tensor in self.buffers.items()}
 
     def snapshot(self) -> dict[str, Tensor]:
-        asked = self.options.snapshot_fisher
-        return self.state() if (not self.method.pretrained if asked is None else asked) else {}
+        wanted = self.options.snapshot_fisher
+        return self.state() if (not self.method.pretrained if wanted is None else wanted) else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.buffers = {n.removeprefix("buffers/"): t.clone() for n, t in state.items() if n.startswith("buffers/")}
         self.plugin.load_state_dict({n: t for n, t in state.items() if not n.startswith("buffers/")})
 
     def statistics(self) -> dict[str, Any]:
-        return self._statistics_of_task
+        return self._statistics
 
     @torch.no_grad()
-    def _account(self) -> dict[str, Any]:
-        """By part of the network: mean S of the last epoch's F_t, F_t against Fbar_{t-1}, distance traveled."""
+    def _task_statistics(self) -> dict[str, Any]:
+        """By part of the network: mean S with the last epoch's F_t, F_t / Fbar_{t-1}, distance from the anchor."""
         parameters = dict(self.method.model.named_parameters())
         parts: dict[str, list[tuple[Tensor, ...]]] = {}
         for name, new in self.plugin.fisher.items():
@@ -372,12 +363,14 @@ class IVTAddOn(AddOn):
             row = (scale(old, new).sum(), new.sum(), old.sum(), moved, torch.tensor(float(old.numel())))
             for part in ("all", ".".join(name.split(".")[:3])):
                 parts.setdefault(part, []).append(tuple(value.double().cpu() for value in row))
-        found = {}
+        statistics = {}
         for part, rows in parts.items():
-            s, fresh, past, far, count = (float(torch.stack(column).sum()) for column in zip(*rows, strict=True))
-            found[part] = {
+            s, f_new, f_old, moved_square, count = (
+                float(torch.stack(column).sum()) for column in zip(*rows, strict=True)
+            )
+            statistics[part] = {
                 "scale": round(s / count, 5),
-                "fisher_ratio": float(f"{fresh / past:.5g}") if past > 0 else None,
-                "distance": float(f"{far**0.5:.5g}"),
+                "fisher_ratio": float(f"{f_new / f_old:.5g}") if f_old > 0 else None,
+                "distance": float(f"{moved_square**0.5:.5g}"),
             }
-        return found
+        return statistics

@@ -1,15 +1,13 @@
-"""What the merging add-ons share: weighted means of weights, a Fisher pass at a task's end, and their order.
+"""Base classes of the merging add-ons: weighted means of weights, and a Fisher pass at the end of a task.
 
-Replacing add-ons (`eopc`, `cofima`, `fisher-merge`) put other weights into the model once the method's own stages
-are trained, and training goes on from there. Each does so at the end of a stage that it adds, so several of them act
-one after the other in the order they are named; what a method measures of the weights a task ends with (EWC's
-Fisher), it measures after them. Deploying add-ons (`magmax`, `imm`) leave training alone and
-merge the weights each task has ended with; they are named last, and there is one of them. `ivt` acts inside the
-method's own stages and may stand anywhere.
+Replacing add-ons (`eopc`, `cofima`, `fisher-merge`) replace the weights of the model after the method's own stages, and
+training continues from there. Each does so at the end of a stage that it adds, so several of them act one after the
+other, in the order in which they are named. A measurement of the method at the end of a task (EWC's Fisher) comes after
+them. Deploying add-ons (`magmax`, `imm`) do not change training; they merge the weights at the end of each task. There
+can be one of them, named last. `ivt` acts within the method's own stages and can be named anywhere.
 
-F is the diagonal of mean over batches of g^2, g the gradient of the cross-entropy of the task's own images over
-all classes seen. Where a head has k outputs a class (PASS and FCS: the rotations), class y is the output k y, that
-of the image as it is. BatchNorm runs on its running statistics, so that measuring changes nothing.
+F is the diagonal of the mean over batches of g^2, with g the gradient of the cross-entropy of the task's images over
+all classes seen. BatchNorm is frozen, so measuring changes nothing.
 """
 
 from __future__ import annotations
@@ -29,48 +27,45 @@ from incvec.methods.common import ImageMethod
 
 Tensors = dict[str, Tensor]
 REPLACING = ("eopc", "cofima", "fisher-merge")
+FISHER_WEIGHTED = ("cofima", "fisher-merge")
 DEPLOYING = ("magmax", "imm")
 
 
-def share_of(old_weight: Tensor, new_weight: Tensor, unknown: float) -> Tensor:
-    """w_new / (w_old + w_new), element by element; `unknown` where both weights are 0."""
+def weight_share(old_weight: Tensor, new_weight: Tensor, default: float) -> Tensor:
+    """w_new / (w_old + w_new), elementwise; `default` where both weights are 0."""
     total = old_weight + new_weight
-    return torch.where(total > 0, new_weight / total, unknown)
+    return torch.where(total > 0, new_weight / total, default)
 
 
 def merge(old: Tensor, new: Tensor, share: Tensor) -> Tensor:
-    """(1 - share) old + share new: with `share_of`, (w_old old + w_new new) / (w_old + w_new)."""
+    """(1 - share) old + share new: with `weight_share`, (w_old old + w_new new) / (w_old + w_new)."""
     return torch.lerp(old, new.to(old), share)
 
 
-def class_outputs(logits: Tensor, n_seen: int) -> Tensor:
-    """One output a class: of k outputs a class the first, which stands for the image as it is."""
-    return logits[:, :: logits.shape[1] // n_seen]
-
-
-def floats(model: nn.Module) -> Tensors:
-    """The live floating-point tensors of a model's state, parameters and buffers, by name."""
+def float_tensors(model: nn.Module) -> Tensors:
+    """The live floating-point parameters and buffers of a model, by name."""
     return {name: tensor for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
 
 
-def copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    """Copies in float32, or in their own format where that is wider."""
-    return {name: t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for name, t in tensors.items()}
+def copy_weights(model: nn.Module) -> Tensors:
+    """Copies of the floating-point parameters and buffers, in float32 or wider."""
+    live = float_tensors(model)
+    return {name: t.detach().to(torch.promote_types(t.dtype, torch.float32), copy=True) for name, t in live.items()}
 
 
-def flat(**groups: Mapping[str, Tensor]) -> Tensors:
-    """Several mappings as one, for `AddOn.state`: `group/name`."""
+def pack_state(**groups: Mapping[str, Tensor]) -> Tensors:
+    """Several mappings as one, `group/name -> tensor`, for `AddOn.state`."""
     return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
 
 
-def group_of(state: Mapping[str, Tensor], group: str) -> Tensors:
-    """One of the mappings that `flat` put together, its tensors cloned."""
+def unpack_state(state: Mapping[str, Tensor], group: str) -> Tensors:
+    """One of the mappings of `pack_state`, with cloned tensors."""
     prefix = f"{group}/"
     return {name.removeprefix(prefix): t.clone() for name, t in state.items() if name.startswith(prefix)}
 
 
-def refusal(name: str, method: type[Method], others: Sequence[str]) -> str | None:
-    """Why a merging add-on makes no sense with the method, or after the add-ons named before it; or None."""
+def merge_incompatibility(name: str, method: type[Method], others: Sequence[str]) -> str | None:
+    """Why a merging add-on cannot be used with the method, or after the add-ons named before it; or None."""
     if method.joint:
         return f"{method.name} trains all classes as one task, so there is nothing to merge."
     if not method.trains:
@@ -80,14 +75,14 @@ def refusal(name: str, method: type[Method], others: Sequence[str]) -> str | Non
         return f"only one merge can be deployed, and {deploying[0]} deploys one already."
     if name in REPLACING and deploying:
         return f"{deploying[0]} merges the weights a task ends with, which {name} replaces; name {name} before it."
-    weighted = [other for other in others if other in ("cofima", "fisher-merge")]
-    if name in ("cofima", "fisher-merge") and weighted:
-        return f"{weighted[0]} has merged the task's weights by their Fisher already; choose one of the two."
+    weighted = [other for other in others if other in FISHER_WEIGHTED]
+    if name in FISHER_WEIGHTED and weighted:
+        return f"{weighted[0]} has already merged the task's weights by their Fisher; use one of the two."
     return None
 
 
 class FisherPass(AddOn):
-    """An add-on that measures F after the other stages of every task, the base task's included."""
+    """An add-on that measures F after the other stages of every task, including the base task."""
 
     def __init__(self, options: Any, world: World, method: Method) -> None:
         super().__init__(options, world, method)
@@ -95,7 +90,7 @@ class FisherPass(AddOn):
 
     @classmethod
     def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
-        return refusal(cls.name, method, others)
+        return merge_incompatibility(cls.name, method, others)
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
         main = next(stage for stage in stages if stage.role == "main")
@@ -105,7 +100,7 @@ class FisherPass(AddOn):
             epochs=1,
             batch_size=main.batch_size,
             groups=(Group(("model",), 0.0),),
-            views=main.views[:1],  # of the images, whatever source the main stage has: the model takes images
+            views=main.views[:1],  # from the images, even if the main stage has another source: the model takes images
             batchnorm="frozen",
             owner=self.name,
             loss=self.cross_entropy,
@@ -113,9 +108,11 @@ class FisherPass(AddOn):
         return [*stages, measure]
 
     def cross_entropy(self, batch: Batch) -> Terms:
-        """Over all classes seen, with the true labels."""
+        """Over all outputs of the head; with several outputs per class, the target is the one that classifies."""
         logits = self.method.model(batch.images).logits
-        return {"ce": F.cross_entropy(logits, batch.labels * (logits.shape[1] // self.method.task.n_seen))}
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        targets = self.method.class_logits(columns[None]).squeeze(0).index_select(0, batch.labels)
+        return {"ce": F.cross_entropy(logits, targets)}
 
     def begin_stage(self, task: Task, stage: Stage) -> Tensor | None:
         if stage.owner != self.name:
@@ -139,33 +136,33 @@ class FisherPass(AddOn):
             self.measured(task, fisher)
 
     def measured(self, task: Task, fisher: Tensors) -> None:
-        """F of every parameter of the model, by name; 0 for one that the logits do not depend on."""
-        raise TypeError(f"{type(self).__name__} does nothing with its Fisher")
+        """Receives F of every parameter of the model, by name; 0 for parameters that the logits do not depend on."""
+        raise TypeError(f"{type(self).__name__} has to implement measured()")
 
 
 class MergeOptions(Options):
-    clip: float | None = Field(None, gt=0, description="the largest F counts as; none: F as it is")
-    buffers: Literal["average", "new"] = Field("average", description="BatchNorm's statistics: merged, or the task's")
+    clip: float | None = Field(None, gt=0, description="upper bound of F; null: no bound")
+    buffers: Literal["average", "new"] = Field("average", description="BatchNorm statistics: merged, or the task's")
 
 
 class FisherReplace(FisherPass):
-    """Merges the task's weights into those the task began with, as far as the past has an F of them.
+    """Merges the task's weights with the weights at the beginning of the task, as far as these have an F.
 
-    What is new (the rows of new classes) stays as trained. A buffer has no gradient; it counts as F = 1, so that
-    BatchNorm's statistics become a plain weighted mean (`buffers="average"`), or it stays as it is (`"new"`).
+    New parameters (the rows of new classes) stay as trained. Buffers have no gradient. With `buffers="average"` they
+    count as F = 1, so BatchNorm statistics become a plain weighted mean; with `"new"` they stay as trained.
     """
 
     options: MergeOptions
-    anchor: Tensors  # the weights and buffers the task began with
-    fisher: Tensors  # what the past knows, by name
-    share: Tensor  # of the new in the last merge, the mean over all that was merged
+    anchor: Tensors  # weights and buffers at the beginning of the task
+    fisher: Tensors  # F of the previous tasks, by name
+    share: Tensor  # mean share of the new weights in the last merge
 
     def __init__(self, options: MergeOptions, world: World, method: Method) -> None:
         super().__init__(options, world, method)
         self.anchor, self.fisher, self.share = {}, {}, torch.zeros((), device=world.device)
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
-        """The merge comes before what the method measures in the end; after the base task nothing is merged."""
+        """The merge comes before the method's final measurements; after the base task nothing is merged."""
         *before, merge = super().plan(task, stages)
         place = len(before)
         while task.index > 0 and before[place - 1].role == "measure" and before[place - 1].owner is None:
@@ -173,41 +170,41 @@ class FisherReplace(FisherPass):
         return [*before[:place], merge, *before[place:]]
 
     def new_share(self, old: Tensor, new: Tensor) -> Tensor:
-        """How much of the merged weight is the new one, from the past's F and the task's."""
-        raise TypeError(f"{type(self).__name__} weighs nothing")
+        """The share of the new weights in the merged ones, from F of the previous tasks and of this one."""
+        raise TypeError(f"{type(self).__name__} has to implement new_share()")
 
-    def remember(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """The past's F once the task is over."""
-        raise TypeError(f"{type(self).__name__} remembers nothing")
+    def accumulate_fisher(self, old: Tensor | None, new: Tensor) -> Tensor:
+        """F of the previous tasks after this task."""
+        raise TypeError(f"{type(self).__name__} has to implement accumulate_fisher()")
 
     def begin_task(self, task: Task) -> None:
-        self.anchor = copies(floats(self.method.model))
+        self.anchor = copy_weights(self.method.model)
 
     @torch.no_grad()
     def measured(self, task: Task, fisher: Tensors) -> None:
-        live = floats(self.method.model)
+        live = float_tensors(self.method.model)
         if self.options.clip is not None:
             fisher = {name: f.clamp(max=self.options.clip) for name, f in fisher.items()}
         if self.options.buffers == "average":
             fisher = {name: fisher.get(name, live[name].new_ones(())) for name in live}
         total, size = torch.zeros((), device=self.world.device), 0
-        for name, tensor in live.items():  # in the model's order, so that the sum does not hang on a file's
+        for name, tensor in live.items():  # in the model's order, so that the sum does not depend on a file's order
             if name in self.anchor and name in self.fisher and name in fisher:
                 share = self.new_share(self.fisher[name], fisher[name])
                 tensor.copy_(merge(self.anchor[name], tensor, share))
                 total += share.expand_as(tensor).sum()
                 size += tensor.numel()
         self.share = total / max(size, 1)
-        self.fisher = {name: self.remember(self.fisher.get(name), new) for name, new in fisher.items()}
+        self.fisher = {name: self.accumulate_fisher(self.fisher.get(name), new) for name, new in fisher.items()}
         self.anchor = {}
         if task.index > 0:
             self.method.refresh(task)
 
     def state(self) -> dict[str, Tensor]:
-        return flat(anchor=self.anchor, fisher=self.fisher) | {"share": self.share}
+        return pack_state(anchor=self.anchor, fisher=self.fisher) | {"share": self.share}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self.anchor, self.fisher = group_of(state, "anchor"), group_of(state, "fisher")
+        self.anchor, self.fisher = unpack_state(state, "anchor"), unpack_state(state, "fisher")
         self.share = state["share"].clone() if "share" in state else self.share
 
     def statistics(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from incvec.cli.common import say
 from incvec.data import aircraft, check
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
 from incvec.data.image_files import quiet_pillow
@@ -36,11 +37,6 @@ class Unreadable(StrEnum):
 
 
 LayoutName = StrEnum("LayoutName", {name.replace("-", "_"): name for name in LAYOUTS})  # type: ignore[misc]
-
-
-def say(text: str) -> None:
-    """Print text as it is: brackets are not markup, long lines are not wrapped."""
-    Console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class ImageProgress:

@@ -1,56 +1,61 @@
-"""Shows what a run tells: a live bar on a terminal, a few timestamped lines elsewhere.
+"""Progress of runs: a live display on a terminal, a few timestamped lines elsewhere.
 
-The engine yields events and knows nothing of this. Nothing here waits for the device or draws more often than
-a person reads, so showing a run does not slow it.
+The engine yields events and knows nothing of displays. Nothing here waits for the device or draws more often than a
+person reads, so displaying a run does not slow it down.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
 from rich.text import Text
 
+from incvec.cli.common import say
 from incvec.engine import events as ev
+from incvec.engine.scheduler import Failed
+from incvec.errors import Busy, IncvecError
 from incvec.study.tables import duration
 
-PAUSE = 0.001  # seconds to sleep where a run can do nothing just now
-QUIET = 5.0  # seconds between two lines about epochs, where there is no terminal
+IDLE_SLEEP = 0.001  # seconds to sleep when a run has nothing to do
+EPOCH_INTERVAL = 5.0  # seconds between two lines about epochs, without a terminal
+SWEEP_INTERVAL = 10.0  # seconds between two summaries of a sweep, without a terminal
 
 
-class Display(Protocol):
-    def show(self, event: ev.Event) -> None: ...
-    def close(self) -> None: ...
+# One run ------------------------------------------------------------------------------------------------------
 
 
 def follow(events: Iterator[ev.Event], console: Console | None = None) -> dict[str, Any]:
-    """Turn a run to its end, showing it as it goes, and return its record."""
+    """Drive a run to its end, display its progress and return its record."""
     console = console or Console()
-    display: Display = Screen(console) if console.is_terminal else Lines(console)
+    display: Display = LiveDisplay(console) if console.is_terminal else LogDisplay(console)
     record: dict[str, Any] = {}
     with closing(display):
         try:
             for event in events:
                 if isinstance(event, ev.Tick):
                     if event.waiting:
-                        time.sleep(PAUSE)
+                        time.sleep(IDLE_SLEEP)
                     continue
                 display.show(event)
                 if isinstance(event, ev.Finished):
                     record = event.record
         finally:
-            # A run stopped half-way gives its lock back now, not when it happens to be collected.
+            # An interrupted run releases its lock now, not when it is garbage collected.
             if (close := getattr(events, "close", None)) is not None:
                 close()
     return record
 
 
-def losses(terms: Mapping[str, float]) -> str:
+def format_losses(terms: Mapping[str, float]) -> str:
     """`loss 1.23 (nca 0.91, flat 0.32)`."""
     total = f"loss {sum(terms.values()):.3g}"
     if len(terms) < 2:
@@ -58,61 +63,57 @@ def losses(terms: Mapping[str, float]) -> str:
     return f"{total} ({', '.join(f'{name} {value:.3g}' for name, value in terms.items())})"
 
 
-def by_task(row: list[float]) -> str:
-    return " ".join(f"{accuracy:.1f}" for accuracy in row)
+class Display(ABC):
+    """What both displays of a run have in common: the wording of its events."""
 
+    tasks = 0
 
-class Reader:
-    """What both displays remember of a run, and how they put it into words."""
+    @abstractmethod
+    def show(self, event: ev.Event) -> None: ...
 
-    def __init__(self) -> None:
-        self.name = ""
-        self.tasks = 0
+    def close(self) -> None:
+        """Leave the terminal as it was."""
 
     def started(self, event: ev.Started) -> str:
-        self.name, self.tasks = event.name, event.tasks
-        return f"{event.name}: {event.tasks} tasks, {event.engine} engine on {event.device}" + (
-            f", going on from {event.resumed}" if event.resumed else ""
-        )
+        self.tasks = event.tasks
+        resumed = f", resuming from {event.resumed}" if event.resumed else ""
+        return f"{event.name}: {event.tasks} tasks, {event.engine} engine on {event.device}{resumed}"
 
-    def where(self, task: int, stage: str) -> str:
-        return f"task {task + 1}/{self.tasks} {stage}"
+    def stage(self, event: ev.StageStarted | ev.EpochEnded) -> str:
+        return f"task {event.task + 1}/{self.tasks} {event.stage}"
 
     def task_ended(self, event: ev.TaskEnded) -> str:
+        by_task = " ".join(f"{accuracy:.1f}" for accuracy in event.row)
         return (
-            f"task {event.task + 1}/{self.tasks} done: accuracy {event.accuracy:.2f} % over the classes seen "
-            f"(by task: {by_task(event.row)})"
+            f"task {event.task + 1}/{self.tasks} finished: accuracy {event.accuracy:.2f} % on all classes seen "
+            f"(by task: {by_task})"
         )
 
     def finished(self, event: ev.Finished) -> str:
-        return f"done before: {event.path}" if event.already else f"record written to {event.path}"
+        return f"already finished: {event.path}" if event.already else f"record written to {event.path}"
 
 
-class Lines(Reader):
-    """Timestamped lines: one for each task and stage, one for epochs every few seconds."""
+class LogDisplay(Display):
+    """Timestamped lines: one per task and stage, and one about epochs every few seconds."""
 
-    def __init__(self, console: Console, quiet: float = QUIET) -> None:
-        super().__init__()
-        self.console = console
-        self.quiet = quiet
+    def __init__(self, console: Console, interval: float = EPOCH_INTERVAL) -> None:
+        self.console, self.interval = console, interval
         self.last = time.monotonic()
 
     def show(self, event: ev.Event) -> None:
-        now = time.monotonic()
         match event:
             case ev.Started():
                 self.line(self.started(event))
             case ev.StageStarted():
                 done = f", {event.epoch} of them done" if event.epoch else ""
                 self.line(
-                    f"{self.where(event.task, event.stage)}: {event.rows} images, {event.epochs} epochs of "
-                    f"{event.steps} steps{done}"
+                    f"{self.stage(event)}: {event.rows} images, {event.epochs} epochs of {event.steps} steps{done}"
                 )
-            case ev.EpochEnded() if now - self.last >= self.quiet:
+            case ev.EpochEnded() if time.monotonic() - self.last >= self.interval:
                 left = "" if event.seconds_left is None else f", {duration(event.seconds_left)} left"
                 self.line(
-                    f"{self.where(event.task, event.stage)} epoch {event.epoch}/{event.epochs}: "
-                    f"{losses(event.terms)}, {event.fraction:.0%} of the run{left}"
+                    f"{self.stage(event)} epoch {event.epoch}/{event.epochs}: {format_losses(event.terms)}, "
+                    f"{event.fraction:.0%} of the run{left}"
                 )
             case ev.TaskEnded():
                 self.line(self.task_ended(event))
@@ -123,16 +124,13 @@ class Lines(Reader):
 
     def line(self, text: str) -> None:
         self.last = time.monotonic()
-        self.console.print(f"{time.strftime('%H:%M:%S')} {text}", soft_wrap=True, markup=False, highlight=False)
-
-    def close(self) -> None: ...
+        say(f"{time.strftime('%H:%M:%S')} {text}", console=self.console)
 
 
-class Screen(Reader):
-    """One bar for the whole run, below it the epoch and its loss terms; finished tasks stay above."""
+class LiveDisplay(Display):
+    """One bar for the whole run, with the current epoch and its loss terms below. Finished tasks stay above."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__()
         self.bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
@@ -143,39 +141,127 @@ class Screen(Reader):
             expand=True,
         )
         self.row = self.bar.add_task("", total=1.0, left="")
-        self.doing = ""
+        self.current = ""
         self.accuracy = ""
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=5, transient=True)
         self.live.start()
 
     def render(self) -> Group:
-        text = ", ".join(part for part in (self.doing, self.accuracy) if part)
+        text = ", ".join(part for part in (self.current, self.accuracy) if part)
         return Group(self.bar.get_renderable(), Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def show(self, event: ev.Event) -> None:
         match event:
             case ev.Started():
-                self.say(self.started(event), "bold")
+                self.line(self.started(event), "bold")
                 self.bar.update(self.row, description=event.name)
             case ev.StageStarted():
-                self.doing = f"{self.where(event.task, event.stage)}, epoch {event.epoch}/{event.epochs}"
+                self.current = f"{self.stage(event)}, epoch {event.epoch}/{event.epochs}"
             case ev.EpochEnded():
                 left = "" if event.seconds_left is None else f"{duration(event.seconds_left)} left"
                 self.bar.update(self.row, completed=event.fraction, left=left)
-                self.doing = (
-                    f"{self.where(event.task, event.stage)}, epoch {event.epoch}/{event.epochs}, {losses(event.terms)}"
-                )
+                self.current = f"{self.stage(event)}, epoch {event.epoch}/{event.epochs}, {format_losses(event.terms)}"
             case ev.TaskEnded():
                 self.accuracy = f"accuracy {event.accuracy:.1f} %"
-                self.say(f"  {self.task_ended(event)}")
+                self.line(f"  {self.task_ended(event)}")
             case ev.Notice():
-                self.say(f"  {event.text}", "dim")
+                self.line(f"  {event.text}", "dim")
             case ev.Finished():
-                self.say(f"  {self.finished(event)}", "dim")
+                self.line(f"  {self.finished(event)}", "dim")
 
-    def say(self, text: str, style: str = "") -> None:
-        """A line that stays, above the bar."""
+    def line(self, text: str, style: str = "") -> None:
+        """Print a line that stays, above the bar."""
         self.live.console.print(Text(text, style=style))
 
     def close(self) -> None:
         self.live.stop()
+
+
+# Several runs -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RunStatus:
+    """One run of a sweep, as displayed."""
+
+    name: str
+    state: str = "waiting"
+    stage: str = ""
+    fraction: float = 0.0
+    seconds_left: float | None = None
+    accuracy: str = ""
+    error: str = ""
+
+    def update(self, event: ev.Event) -> None:
+        match event:
+            case ev.Started():
+                self.state = "resuming" if event.resumed else "training"
+            case ev.Tick(blocked=True):
+                self.state = "waiting for base"
+            case ev.EpochEnded():
+                self.state = "training"
+                self.stage = f"task {event.task + 1} {event.stage} {event.epoch}/{event.epochs}"
+                self.fraction, self.seconds_left = event.fraction, event.seconds_left
+            case ev.TaskEnded():
+                self.accuracy = f"{event.accuracy:.2f}"
+            case ev.Notice():
+                self.stage = event.text[:60]
+            case Failed(error=Busy()):
+                self.state = "in another process"  # several processes may share a sweep
+            case Failed():
+                self.state = "failed"
+                self.error = f"{type(event.error).__name__}: {event.error}"
+                if not isinstance(event.error, IncvecError):
+                    self.error += " (a bug in incvec: please report it)"
+            case ev.Finished():
+                self.state, self.fraction, self.seconds_left, self.stage = "finished", 1.0, None, ""
+                metrics = event.record["metrics"]
+                forgetting = "" if metrics["FM"] is None else f"  FM {metrics['FM']:.2f}"
+                self.accuracy = f"AA {metrics['AA']:.2f}  LA {metrics['LA']:.2f}{forgetting}"
+
+
+def status_table(runs: Sequence[RunStatus], title: str) -> Table:
+    """A table whose columns all fold, so that it fits a narrow terminal while it is updated."""
+    table = Table(title=Text(title), title_justify="left")
+    for column in ("run", "state", "stage", "done", "left", "accuracy"):
+        table.add_column(column, overflow="fold")
+    for run in runs:
+        left = "" if run.seconds_left is None else duration(run.seconds_left)
+        cells = (run.name, run.state, run.stage, f"{100 * run.fraction:.0f} %", left, run.accuracy)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def follow_sweep(
+    names: Sequence[str], events: Iterable[tuple[int, ev.Event]], title: str, console: Console
+) -> list[RunStatus]:
+    """Drive all runs to their ends: with a live table on a terminal, with a line now and then elsewhere."""
+    runs = [RunStatus(name) for name in names]
+    live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
+    if live:
+        live.start()
+    else:
+        say(title, console=console)
+    last = time.monotonic()
+    try:
+        for number, event in events:
+            run = runs[number]
+            run.update(event)
+            if isinstance(event, ev.Finished | Failed) and live is None:
+                say(f"{run.state} {run.name}: {run.error or run.accuracy}", console=console)
+            now = time.monotonic()
+            if now - last < (0.5 if live else SWEEP_INTERVAL):
+                continue
+            last = now
+            if live:
+                live.update(status_table(runs, title))
+            else:
+                active = [f"{r.name} {r.stage} {100 * r.fraction:.0f} %" for r in runs if r.state == "training"]
+                finished = sum(r.state == "finished" for r in runs)
+                say(f"{finished}/{len(runs)} finished; " + "; ".join(active), console=console)
+    finally:
+        if live:
+            live.update(status_table(runs, title))
+            live.stop()
+    console.print(status_table(runs, title) if not live else "")
+    return runs

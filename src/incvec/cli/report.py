@@ -1,4 +1,4 @@
-"""`incvec report`: from records to a report."""
+"""`incvec report`: tables and figures from records."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(help="Records, or folders that hold some.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write into.")] = Path("report"),
+    results: Annotated[list[Path], typer.Argument(help="Records, or folders that contain records.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output folder.")] = Path("report"),
 ) -> None:
-    """Make tables and figures from records: ours beside the paper's, what IVT adds, the oracle gap, how it was run.
+    """Write a report from records: comparison with the paper, gains of IVT, the oracle gap, how the runs were made.
 
     Writes report.html (one page that works offline), report.md, tables/*.tex (booktabs), figures/*.png and *.pdf.
-    What `incvec lab` left among the records is shown too.
+    Figures that `incvec study` wrote among the records are included.
     """
-    from incvec.study import document, labs
-    from incvec.study import groups as study
+    from incvec.study.page import write_report
+    from incvec.study.runs import load_runs
+    from incvec.study.study_figures import find_study_figures
 
-    entries = study.load(results)
-    files = list(document.write(entries, out, labs.find(results)))
-    kinds = {suffix: sum(file.suffix == suffix for file in files) for suffix in (".tex", ".png")}
-    console = Console()
-    console.print(
-        f"{len(entries)} records; {kinds['.tex']} tables, {kinds['.png']} figures; open {out / 'report.html'}",
+    runs = load_runs(results)
+    files = list(write_report(runs, out, find_study_figures(results)))
+    tables, figures = (sum(file.suffix == suffix for file in files) for suffix in (".tex", ".png"))
+    Console().print(
+        f"{len(runs)} records; {tables} tables, {figures} figures; open {out / 'report.html'}",
         soft_wrap=True,
         highlight=False,
         markup=False,

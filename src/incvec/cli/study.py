@@ -1,340 +1,296 @@
-"""`incvec lab`: the figures of the study, from finished runs and their records.
+"""`incvec study`: the figures of the paper, from finished runs and their records.
 
-Every command writes a PNG, a PDF and a JSON with all the numbers behind them, from which `draw` makes the pictures
-again, and prints the few that matter.
-Tasks are counted from 1 here, as in the paper.
+Every command writes a PNG, a PDF and a JSON file with all numbers of the figure, and prints the main ones. `draw` makes
+the figures again from the JSON files. Tasks are counted from 1 here, as in the paper, and from 0 in the JSON files.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from incvec.cli.common import DataRoot, say
 from incvec.config import digest
 from incvec.data import Dataset, load_dataset
+from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError, check_out
 from incvec.records import read_record, readable
-from incvec.study.geometry import curvature as curvatures
-from incvec.study.geometry import gap as gaps
-from incvec.study.geometry import landscape as landscapes
-from incvec.study.geometry.drawing import findings, leave, redraw
-from incvec.study.geometry.lines import FORMAT, Setting, walk
-from incvec.study.geometry.snapshots import check_made, command, first_account, first_task, last_task, run_config
-from incvec.study.geometry.tables import TABLES
+from incvec.study.figures import find_figures, redraw, write_figure
+from incvec.study.figures.tables import TABLES
+from incvec.study.geometry.curvature import run_curvature
+from incvec.study.geometry.evaluation import Backend, BatchNormMode, EvaluationOptions, Progress
+from incvec.study.geometry.gap import oracle_gap
+from incvec.study.geometry.paths import run_paths
+from incvec.study.geometry.planes import check_addon, run_plane
+from incvec.study.geometry.snapshots import first_task, last_task, require_ivt, run_config, run_metadata
 
-app = typer.Typer(no_args_is_help=True, help="Look into finished runs: paths, trade-off, landscape, gap, curvature.")
-
-
-class AxisChoice(StrEnum):
-    distance = "distance"
-    share = "share"
-
-
-class NormChoice(StrEnum):
-    interpolate = "interpolate"
-    recalibrate = "recalibrate"
-
-
-class StartChoice(StrEnum):
-    oracle = "oracle"
-    own = "own"
-
-
-class WayChoice(StrEnum):
-    auto = "auto"
-    graph = "graph"
-    vmap = "vmap"
-    loop = "loop"
-
-
-Runs = Annotated[list[Path], typer.Argument(help="Folders of runs: the plain method first.", show_default=False)]
-OneRun = Annotated[Path, typer.Argument(help="The run's folder.", show_default=False)]
-Records = Annotated[list[Path], typer.Argument(help="Records, or folders that hold some.", show_default=False)]
+app = typer.Typer(no_args_is_help=True, help="Figures of finished runs: paths, trade-off, plane, gap, curvature.")
+Start = Literal["oracle", "own"]
+Runs = Annotated[list[Path], typer.Argument(help="Folders of runs, the plain method first.", show_default=False)]
+OneRun = Annotated[Path, typer.Argument(help="The folder of the run.", show_default=False)]
 Oracle = Annotated[Path | None, typer.Option(help="The folder of the oracle's run.", show_default=False)]
 Ivt = Annotated[Path | None, typer.Option(help="The folder of the run with IVT.", show_default=False)]
-WithAddOn = Annotated[Path, typer.Option("--ivt", help="The run with IVT, or any add-on.", show_default=False)]
-Start = Annotated[
-    StartChoice, typer.Option(help="Begin at the oracle's model, where one is given, or at each run's own.")
-]
-TaskFrom = Annotated[int, typer.Option(min=1, help="The line begins after this task.")]
-Count = Annotated[int, typer.Option(min=2, help="Points of a line, its ends included.")]
-Size = Annotated[int, typer.Option(min=2, help="Points of the grid on each side.")]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Where the figure and its numbers go.")]
-Name = Annotated[str | None, typer.Option(help="Name of the files, without ending.", show_default="by the command")]
+AddOnRun = Annotated[Path, typer.Option("--ivt", help="The run with IVT, or with any add-on.", show_default=False)]
+StartOption = Annotated[Start, typer.Option(help="Start at the oracle's model, if one is given, or at each run's own.")]
+TaskFrom = Annotated[int, typer.Option(min=1, help="The path starts after this task.")]
+PointCount = Annotated[int, typer.Option("--points", min=2, help="Points of a path, both ends included.")]
+GridSize = Annotated[int, typer.Option(min=2, help="Points of the grid on each side.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for the figure and its numbers.")]
+Name = Annotated[str | None, typer.Option(help="Name of the files, without suffix.", show_default="by the command")]
 FIGURES = Path("figures")
+DIGITS = "runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0"
+DIGITS_ORACLE = f"{DIGITS} --oracle runs/digits-podnet-oracle-3-s0"
+
+
+def register(root: typer.Typer) -> None:
+    """Add `study`, and `lab`, its name in version 0.1, as a hidden alias."""
+    root.add_typer(app, name="study")
+    lab = typer.Typer(no_args_is_help=True)
+    lab.registered_commands = app.registered_commands
+
+    @lab.callback()
+    def renamed(context: typer.Context) -> None:
+        command = context.invoked_subcommand
+        typer.echo(f"`incvec lab {command}` is now `incvec study {command}`", err=True)
+
+    root.add_typer(lab, name="lab", hidden=True)
 
 
 @dataclass(frozen=True)
-class How:
+class CommonOptions:
     """Options of every command that evaluates snapshots."""
 
     images: Annotated[
-        int | None,
-        typer.Option(min=1, help="Test images of each task, evenly over its classes.", show_default="all"),
+        int | None, typer.Option(min=1, help="Test images per task, evenly over its classes.", show_default="all")
     ] = None
-    batchnorm: Annotated[NormChoice, typer.Option(help="BatchNorm's statistics between the ends.")] = (
-        NormChoice.interpolate
-    )
-    data_root: Annotated[
-        Path | None, typer.Option(help="Where the data set's files lie.", envvar="INCVEC_DATA", show_default=False)
-    ] = None
+    batchnorm: Annotated[BatchNormMode, typer.Option(help="BatchNorm statistics between the ends.")] = "interpolate"
+    data_root: DataRoot = None
     out: Out = FIGURES
     name: Name = None
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the run's")] = None
-    way: Annotated[
-        WayChoice, typer.Option(help="A point a launch (graph), many a launch (vmap), or a piece a launch (loop).")
-    ] = WayChoice.auto
+    backend: Annotated[
+        Backend, typer.Option("--backend", "--way", help="One CUDA graph per point, or an eager loop.")
+    ] = "auto"
 
-    def setting(self, points: int, start: StartChoice = StartChoice.own) -> Setting:
-        return Setting(points, self.images, self.batchnorm.value, start.value, self.way.value, self.device)
+    def evaluation(self, points: int, start: Start = "own") -> EvaluationOptions:
+        return EvaluationOptions(points, self.images, self.batchnorm, start, self.backend, self.device)
 
-    def stem(self, kind: str) -> Path:
-        return self.out / (self.name or kind)
+    @contextmanager
+    def evaluating(self, run: Path) -> Iterator[tuple[Dataset, Progress]]:
+        """The data set that a run was trained on, and a function that shows the number of points done."""
+        config = run_config(run)
+        data = load_dataset(config.dataset, self.data_root, **config.data_options())
+        if data.fingerprint != run_metadata(run)["fingerprint"]:
+            raise DataError(f"{run} was trained on other images than those of {config.dataset} in {self.data_root}.")
+        with single_thread_for_small_images(data), Console().status("") as status:
+            yield data, lambda name, done, total: status.update(f"{name}: {done} of {total} points")
+
+    def write(self, data: dict[str, Any]) -> None:
+        write_and_print(data, self.out / (self.name or data["kind"]))
 
 
-def with_how(command_: Callable[..., None]) -> Callable[..., None]:
-    """The command with the fields of `How` in place of its parameter `how`."""
-    own = [each for each in inspect.signature(command_, eval_str=True).parameters.values() if each.name != "how"]
-    fields = list(inspect.signature(How, eval_str=True).parameters.values())
-    shared = {each.name for each in fields}
-    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *fields)]
+def with_common_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the fields of `CommonOptions` in place of its parameter `common`."""
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "common"]
+    fields = list(inspect.signature(CommonOptions, eval_str=True).parameters.values())
+    names = {field.name for field in fields}
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *fields)]
 
-    @wraps(command_)
-    def called(**given: Any) -> None:
-        how = How(**{name: value for name, value in given.items() if name in shared})
-        check_out(how.out, "a figure", "-o")
-        command_(**{name: value for name, value in given.items() if name not in shared}, how=how)
+    @wraps(command)
+    def wrapper(**given: Any) -> None:
+        common = CommonOptions(**{name: value for name, value in given.items() if name in names})
+        check_out(common.out, "a figure", "-o")
+        command(**{name: value for name, value in given.items() if name not in names}, common=common)
 
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
-    return called
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
 
 
 @app.command(
-    epilog="[bold]Examples[/bold]\n\nincvec lab path runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
-    "--oracle runs/digits-podnet-oracle-3-s0\n\nincvec lab path RUN --task-from 2 --task-to 4 --axis share --images 500"
+    epilog=f"[bold]Examples[/bold]\n\nincvec study path {DIGITS_ORACLE}\n\n"
+    "incvec study path RUN --task-from 2 --task-to 4 --axis share --images 500"
 )
-@with_how
+@with_common_options
 def path(
     runs: Runs,
-    how: How,
+    common: CommonOptions,
     oracle: Oracle = None,
     ivt: Ivt = None,
-    start: Start = StartChoice.oracle,
-    axis: Annotated[AxisChoice, typer.Option(help="The paper's λ, or 0 to 1.")] = AxisChoice.distance,
+    start: StartOption = "oracle",
+    axis: Annotated[Literal["distance", "share"], typer.Option(help="The paper's λ, or 0 to 1.")] = "distance",
     task_from: TaskFrom = 1,
-    task_to: Annotated[int | None, typer.Option(min=2, help="It ends after this.", show_default="last")] = None,
-    points: Count = 51,
+    task_to: Annotated[int | None, typer.Option(min=2, help="It ends after this one.", show_default="last")] = None,
+    points: PointCount = 51,
 ) -> None:
     """Accuracy and loss along the straight line from an earlier model to a later one, and the barrier on it.
 
-    The barrier is the most by which the curve falls short of the straight line between its own ends.
+    The barrier is the largest deviation of the curve, for the worse, from the straight line between its ends.
     """
-    everyone = with_ivt(runs, ivt)
-    data = data_of(everyone[0], how.data_root)
-    with Telling() as told:
-        found = walk(everyone, oracle, data, task_from - 1, less_one(task_to), how.setting(points, start), told.hear)
-    show({**found, "axis": axis.value}, how.stem("path"))
+    last = None if task_to is None else task_to - 1
+    common.write({**paths(runs, ivt, oracle, common, [last], task_from - 1, points, start)[0], "axis": axis})
 
 
-@app.command(
-    epilog="[bold]Example[/bold]\n\nincvec lab tradeoff runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
-    "--task-to 2 --task-to 4"
-)
-@with_how
+@app.command(epilog=f"[bold]Example[/bold]\n\nincvec study tradeoff {DIGITS} --task-to 2 --task-to 4")
+@with_common_options
 def tradeoff(
     runs: Runs,
-    how: How,
+    common: CommonOptions,
     oracle: Oracle = None,
     ivt: Ivt = None,
-    start: Start = StartChoice.oracle,
+    start: StartOption = "oracle",
     task_from: TaskFrom = 1,
     task_to: Annotated[
-        list[int] | None, typer.Option(min=2, help="It ends after this; repeat for more panels.", show_default="last")
+        list[int] | None, typer.Option(min=2, help="It ends after this one; one panel for each.", show_default="last")
     ] = None,
-    points: Count = 51,
+    points: PointCount = 51,
 ) -> None:
-    """Accuracy on the old classes against that on the new ones along the line, with a linear fit."""
-    everyone = with_ivt(runs, ivt)
-    data = data_of(everyone[0], how.data_root)
-    setting = how.setting(points, start)
-    with Telling() as told:
-        panels = [
-            walk(everyone, oracle, data, task_from - 1, less_one(end), setting, told.hear)
-            for end in (task_to or (None,))
-        ]
-    show({"format": FORMAT, "kind": "tradeoff", "panels": panels}, how.stem("tradeoff"))
+    """Accuracy on the old classes against that on the new ones along the path, with a linear fit."""
+    ends = [last - 1 for last in task_to] if task_to else [None]
+    panels = paths(runs, ivt, oracle, common, ends, task_from - 1, points, start)
+    common.write({"kind": "tradeoff", "panels": panels})
 
 
-@app.command(
-    epilog="[bold]Example[/bold]\n\nincvec lab plane runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
-    "--oracle runs/digits-podnet-oracle-3-s0 --task 2 --size 21"
-)
-@with_how
+@app.command(epilog=f"[bold]Example[/bold]\n\nincvec study plane {DIGITS_ORACLE} --task 2 --size 21")
+@with_common_options
 def plane(
     run: OneRun,
-    how: How,
-    ivt: WithAddOn,
+    common: CommonOptions,
+    ivt: AddOnRun,
     oracle: Oracle = None,
-    start: Start = StartChoice.oracle,
+    start: StartOption = "oracle",
     task: Annotated[int, typer.Option(min=2, help="The task whose models are shown.")] = 2,
-    size: Size = 41,
-    margin: Annotated[float, typer.Option(min=0, help="Room around the points, as a share of their extent.")] = 0.25,
+    size: GridSize = 41,
+    margin: Annotated[float, typer.Option(min=0, help="Space around the models, relative to their extent.")] = 0.25,
 ) -> None:
-    """Test loss on the plane through the model before a task, the one after it, and that with IVT.
+    """Test loss on the plane through the model before a task, the one after it, and the one with IVT.
 
-    The oracle is projected onto the plane. From the third task on, the runs have begun it at models of their own;
+    The oracle is projected onto the plane. From the third task on, each run has started the task at its own model;
     runs with --set start=SNAPSHOT share one.
     """
-    data = data_of(run, how.data_root)
-    with Telling() as told:
-        found = landscapes.landscape(run, ivt, oracle, data, task - 1, size, how.setting(2, start), margin, told.hear)
-    show(found, how.stem("plane"))
+    with common.evaluating(run) as (data, progress):
+        figure = run_plane(run, ivt, oracle, data, task - 1, size, common.evaluation(2, start), margin, progress)
+    common.write(figure)
 
 
-@app.command(epilog="[bold]Example[/bold]\n\nincvec lab gap runs -o figures")
-def gap(records: Records, out: Out = FIGURES, name: Name = None) -> None:
+@app.command(epilog="[bold]Example[/bold]\n\nincvec study gap runs -o figures")
+def gap(
+    records: Annotated[list[Path], typer.Argument(help="Records, or folders with records.", show_default=False)],
+    out: Out = FIGURES,
+    name: Name = None,
+) -> None:
     """Accuracy after each task for methods, with add-ons, their oracles and joint training; the gap closed."""
     check_out(out, "a figure", "-o")
-    files = readable(records, note)
-    studies = gaps.gap([read_record(file) for file in files], lambda text: note(f"left out: {text}"))
-    for found in studies:
-        end = "" if len(studies) == 1 else "-" + "-".join(str(found[key]) for key in ("dataset", "method", "tasks"))
-        end += "-" + digest(found["changed"])[:6] if found["changed"] and end else ""
-        show(found, out / ((name or "gap") + end))
+    files = readable(records, print_note)
+    figures = oracle_gap([read_record(file) for file in files], lambda text: print_note(f"left out: {text}"))
+    for data in figures:
+        parts = [name or "gap"]
+        if len(figures) > 1:
+            parts += [str(data[key]) for key in ("dataset", "method", "tasks")]
+            parts += [digest(data["changed"])[:6]] if data["changed"] else []
+        write_and_print(data, out / "-".join(parts))
 
 
-@app.command(epilog="[bold]Example[/bold]\n\nincvec lab curvature runs/digits-podnet+ivt-3-s0 --points 11")
-@with_how
-def curvature(run: OneRun, how: How, points: Count = 11) -> None:
-    """IVT's Fisher by task and part of the network, and forgetting as it predicts it against the measured."""
-    data = data_of(run, how.data_root)
-    with Telling() as told:
-        found = curvatures.curvature(run, data, how.setting(points), told.hear)
-    show(found, how.stem("curvature"))
+@app.command(epilog="[bold]Example[/bold]\n\nincvec study curvature runs/digits-podnet+ivt-3-s0 --points 11")
+@with_common_options
+def curvature(run: OneRun, common: CommonOptions, points: PointCount = 11) -> None:
+    """IVT's Fisher by task and layer group, and the forgetting it predicts against the measured one."""
+    with common.evaluating(run) as (data, progress):
+        figure = run_curvature(run, data, common.evaluation(points), progress)
+    common.write(figure)
 
 
-@app.command(
-    "all",
-    epilog="[bold]Example[/bold]\n\nincvec lab all runs/digits-podnet-3-s0 --ivt runs/digits-podnet+ivt-3-s0 "
-    "--oracle runs/digits-podnet-oracle-3-s0 --size 21",
-)
-@with_how
-def everything(
+@app.command("all", epilog=f"[bold]Example[/bold]\n\nincvec study all {DIGITS_ORACLE} --size 21")
+@with_common_options
+def all_figures(
     run: OneRun,
-    how: How,
-    ivt: WithAddOn,
+    common: CommonOptions,
+    ivt: AddOnRun,
     oracle: Annotated[Path, typer.Option(help="The folder of the oracle's run.", show_default=False)],
     joint: Annotated[Path | None, typer.Option(help="The folder of joint training.", show_default=False)] = None,
-    points: Count = 51,
-    size: Size = 41,
+    points: PointCount = 51,
+    size: GridSize = 41,
 ) -> None:
-    """All the figures of one method, with their usual settings: NAME-path, -tradeoff, -plane, -gap, -curvature.
+    """All figures of one method with their default settings: NAME-path, -tradeoff, -plane, -gap, -curvature.
 
-    The path goes from the first task to the last one, and once more with BatchNorm's statistics measured at every
-    point (NAME-recalibrated-path), since a barrier may be one of statistics alone, unless --batchnorm asks for that
-    anyway; the trade-off goes to the second, the middle and the last one; the plane is that of the second task. Where a
-    run began at another's snapshot, that one's task is the first.
+    The path runs from the first task to the last one. Unless --batchnorm recalibrate is given, it is drawn a second
+    time with BatchNorm statistics measured at every point (NAME-recalibrated-path): a barrier may be due to the
+    statistics alone. The trade-off ends at the second, the middle and the last task; the plane is that of the second
+    task. If a run started at the snapshot of another run, the task of that snapshot is the first one.
     """
-    landscapes.check_addon(run, ivt)
+    check_addon(run, ivt)
     first = 1 + max(first_task(each) for each in (run, ivt, oracle))
-    final = 1 + last_task(run)
-    ends = sorted({first + 1, (first + final + 1) // 2, final})
-    given: dict[str, Any] = {"oracle": oracle, "start": StartChoice.oracle}
-    prefix = f"{how.name}-" if how.name else ""
-    of = {kind: {**vars(how), "name": prefix + kind} for kind in ("path", "tradeoff", "plane", "curvature")}
-    line: dict[str, Any] = {"axis": AxisChoice.distance, "task_from": first, "task_to": None, "points": points}
-    path(runs=[run, ivt], ivt=None, **given, **line, **of["path"])
-    if how.batchnorm != NormChoice.recalibrate:
-        again = {**of["path"], "name": f"{prefix}recalibrated-path", "batchnorm": NormChoice.recalibrate}
-        path(runs=[run, ivt], ivt=None, **given, **line, **again)
-    tradeoff(runs=[run, ivt], ivt=None, **given, task_from=first, task_to=ends, points=points, **of["tradeoff"])
-    plane(run=run, ivt=ivt, **given, task=first + 1, size=size, margin=0.25, **of["plane"])
-    gap([each / "record.json" for each in (run, ivt, oracle, joint) if each is not None], how.out, f"{prefix}gap")
-    if "ivt" in run_config(ivt).addons:  # last: it alone asks for more than weights
-        curvature(run=ivt, points=11, **of["curvature"])
+    last = 1 + last_task(run)
+    prefix = f"{common.name}-" if common.name else ""
+
+    def options(name: str) -> dict[str, Any]:
+        return {**vars(common), "name": prefix + name}
+
+    line: dict[str, Any] = {"runs": [run, ivt], "oracle": oracle, "task_from": first, "points": points}
+    path(**line, **options("path"))
+    if common.batchnorm != "recalibrate":
+        path(**line, **{**options("recalibrated-path"), "batchnorm": "recalibrate"})
+    tradeoff(**line, task_to=sorted({first + 1, (first + last + 1) // 2, last}), **options("tradeoff"))
+    plane(run=run, ivt=ivt, oracle=oracle, task=first + 1, size=size, **options("plane"))
+    gap([each / "record.json" for each in (run, ivt, oracle, joint) if each is not None], common.out, f"{prefix}gap")
+    if "ivt" in run_config(ivt).addons:  # last: only this one needs more than weights
+        curvature(run=ivt, **options("curvature"))
 
 
-@app.command(epilog="[bold]Example[/bold]\n\nincvec lab draw results/figures")
+@app.command(epilog="[bold]Example[/bold]\n\nincvec study draw results/figures")
 def draw(
-    files: Annotated[list[Path], typer.Argument(help="JSON files of the other commands, or folders that hold some.")],
+    files: Annotated[list[Path], typer.Argument(help="JSON files of the other commands, or folders with such files.")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Where the pictures go.", show_default="beside the numbers")
+        Path | None, typer.Option("--out", "-o", help="Folder for the figures.", show_default="that of the JSON file")
     ] = None,
 ) -> None:
-    """Draw figures again from their numbers: no snapshots and no data set are needed."""
+    """Draw figures again from their numbers; needs neither snapshots nor data sets."""
     if out is not None:
         check_out(out, "a figure", "-o")
-    chosen = findings(files)
-    if not chosen:
-        raise DataError(f"no numbers of `incvec lab` lie in {', '.join(map(str, files))}.")
-    for file in chosen:
-        tell(redraw(file, (out or file.parent) / file.stem))
+    found = find_figures(files)
+    if not found:
+        raise DataError(f"no JSON file in {', '.join(map(str, files))} is from `incvec study`.")
+    for file in found:
+        print_files(redraw(file, (out or file.parent) / file.stem))
 
 
-# Shared -------------------------------------------------------------------------------------------------------
+def paths(
+    runs: Sequence[Path],
+    ivt: Path | None,
+    oracle: Path | None,
+    common: CommonOptions,
+    ends: Sequence[int | None],
+    task_from: int,
+    points: int,
+    start: Start,
+) -> list[dict[str, Any]]:
+    """The data of the paths to each end, once the run given with --ivt is known to be one with IVT."""
+    everyone = list(runs)
+    if ivt is not None:
+        require_ivt(ivt, run_config(runs[0]))
+        everyone.append(ivt)
+    options = common.evaluation(points, start)
+    with common.evaluating(everyone[0]) as (data, progress):
+        return [run_paths(everyone, oracle, data, task_from, end, options, progress) for end in ends]
 
 
-class Telling:
-    """How far it is, on the terminal."""
-
-    def __enter__(self) -> Telling:
-        self.status = Console().status("")
-        self.status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.status.stop()
-
-    def hear(self, who: str, done: int, of: int) -> None:
-        self.status.update(f"{who}: {done} of {of} points")
+def write_and_print(data: dict[str, Any], stem: Path) -> None:
+    files = write_figure(data, stem)
+    Console().print(TABLES[data["kind"]](data).rich())
+    print_files(files)
 
 
-def show(found: dict[str, Any], stem: Path) -> None:
-    """Leave the figure and its numbers, and print the few that matter."""
-    files = leave(found, stem)
-    console = Console()
-    for each in TABLES[found["kind"]](found):
-        console.print(each)
-    tell(files)
+def print_files(files: Sequence[Path]) -> None:
+    say(f"written: {', '.join(map(str, files))}")
 
 
-def with_ivt(runs: Sequence[Path], ivt: Path | None) -> list[Path]:
-    """The runs, and that with IVT after them, once it is known to be one."""
-    if ivt is None:
-        return list(runs)
-    first = run_config(runs[0])
-    wanted = command(first, None, addons=(*(name for name in first.addons if name != "ivt"), "ivt"))
-    check_made(ivt, wanted)
-    if "ivt" not in run_config(ivt).addons:
-        raise DataError(f"{ivt} was trained without the add-on ivt. Run first:\n  {wanted}")
-    return [*runs, ivt]
-
-
-def data_of(run: Path, root: Path | None) -> Dataset:
-    """The data set a run was trained on, the same images."""
-    meta, config = first_account(run), run_config(run)
-    data = load_dataset(config.dataset, root, **config.data_options())
-    if data.fingerprint != meta["fingerprint"]:
-        raise DataError(f"{run} was trained on other images than those of {config.dataset} in {root}.")
-    return data
-
-
-def less_one(task: int | None) -> int | None:
-    return None if task is None else task - 1
-
-
-def tell(files: Sequence[Path]) -> None:
-    Console().print(f"written: {', '.join(map(str, files))}", soft_wrap=True, highlight=False, markup=False)
-
-
-def note(text: str) -> None:
-    Console().print(text, style="dim", soft_wrap=True, highlight=False, markup=False)
+def print_note(text: str) -> None:
+    say(text, style="dim")

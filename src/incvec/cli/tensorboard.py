@@ -1,8 +1,7 @@
-"""TensorBoard event files of a run under way: `incvec run --log tensorboard`, then `tensorboard --logdir runs`.
+"""TensorBoard event files of a run: `incvec run --log tensorboard`, then `tensorboard --logdir runs`.
 
-A wrapper around a run's events that passes every one on and waits for nothing. The step is the run's progress in
-millionths of its work, so that a run broken off and started again goes on along the same axis; accuracies have the
-number of tasks learned as their step.
+Loss terms are plotted over the run's progress in millionths of its total work, so that a resumed run continues on the
+same axis. Accuracies are plotted over the number of tasks learned.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 from incvec.engine import events as ev
 from incvec.errors import ConfigError
 
-WHOLE = 1_000_000
-FLUSH = 10  # seconds after which what was told is on disk
+TOTAL_STEPS = 1_000_000  # the x value at the end of a run
+FLUSH_SECONDS = 10
 
 
-def writer_type() -> Any:
-    """torch's SummaryWriter, or a word on what it needs; to be asked before a run starts."""
+def summary_writer() -> Any:
+    """Return torch's SummaryWriter class, or raise an error that names the missing package."""
     try:
         return importlib.import_module("torch.utils.tensorboard").SummaryWriter
     except ImportError as error:
@@ -29,18 +28,18 @@ def writer_type() -> Any:
         ) from None
 
 
-def logged(events: Iterator[ev.Event], folder: Path) -> Iterator[ev.Event]:
-    """The same events; loss terms by stage and accuracies go to event files in `folder` as they pass."""
-    return passing(events, writer_type(), folder)
+def log_events(events: Iterator[ev.Event], folder: Path) -> Iterator[ev.Event]:
+    """Pass the events through, and write loss terms and accuracies to event files in `folder`."""
+    return _log_events(events, summary_writer(), folder)  # a generator would check for the package only later
 
 
-def passing(events: Iterator[ev.Event], kind: Any, folder: Path) -> Iterator[ev.Event]:
+def _log_events(events: Iterator[ev.Event], writer_class: Any, folder: Path) -> Iterator[ev.Event]:
     writer = None
     try:
         for event in events:
             if isinstance(event, ev.EpochEnded | ev.TaskEnded):
-                # Made with the first number: a run that is done already leaves no empty file.
-                writer = writer or kind(str(folder), flush_secs=FLUSH)
+                # Created with the first number: a run that was finished before leaves no empty file.
+                writer = writer or writer_class(str(folder), flush_secs=FLUSH_SECONDS)
                 write(writer, event)
             yield event
     finally:
@@ -52,7 +51,7 @@ def passing(events: Iterator[ev.Event], kind: Any, folder: Path) -> Iterator[ev.
 
 def write(writer: Any, event: ev.EpochEnded | ev.TaskEnded) -> None:
     if isinstance(event, ev.EpochEnded):
-        step = round(WHOLE * event.fraction)
+        step = round(TOTAL_STEPS * event.fraction)
         for term, value in event.terms.items():
             writer.add_scalar(f"loss/{event.stage}/{term}", value, step)
         writer.add_scalar("task", event.task + 1, step)

@@ -1,6 +1,6 @@
-"""CUDA graphs: capture any function, and capture a stage's step in the fastest way that works.
+"""CUDA graphs: capture any function, and capture a stage's training step in the fastest mode that works.
 
-A step is compiled and captured; if that fails, captured as it is; if that fails too, it runs eagerly.
+A step is compiled and captured. If that fails, it is captured without compilation; if that fails too, it runs eagerly.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from incvec.engine.device_errors import account, free, is_out_of_memory, release_idle_memory
-from incvec.engine.distributed import SINGLE_PROCESS, Ranks
-from incvec.engine.stage import StageLoop
+from incvec.engine.device_errors import describe_memory, is_out_of_memory, release_idle_memory, release_memory
+from incvec.engine.loop import StageLoop
 from incvec.fused import fusing
 from incvec.nets import kernels
 
-Way = tuple[str, str]  # a stage's name, and an attempt at it
-ATTEMPTS = ("compiled and captured", "captured")
+MODES = ("compiled and captured", "captured")  # fastest first; after them, eager
 WARMUP_STEPS = 2
 T = TypeVar("T")
 
@@ -79,10 +77,8 @@ def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
                 tensor.copy_(before)
 
 
-def capture_step(
-    loop: StageLoop, live: Mapping[str, Tensor], generators: Sequence[torch.Generator], compiled: bool
-) -> None:
-    """Capture the loop's step, compiled or as it is.
+def capture_step(loop: StageLoop, live: Mapping[str, Tensor], compiled: bool) -> None:
+    """Set `loop.replay` to the captured step.
 
     The warm-up steps compile kernels and select algorithms. They also change weights, statistics and optimizer
     state, so everything in `live` is restored afterwards.
@@ -95,57 +91,63 @@ def capture_step(
                     loop.step()
         finally:
             loop.cursor.zero_()
-        loop.replay = capture_graph(loop.step, generators, warmup=0)
+        loop.replay = capture_graph(loop.step, [loop.world.generator, loop.views_generator], warmup=0)
 
 
-def compile_and_capture(
+def capture_with_fallback(
     loop: StageLoop,
     live: Mapping[str, Tensor],
-    quiet: Callable[[], None],
-    renew: Callable[[], torch.Generator],
-    failed: set[Way],
-    crowded: Callable[[], bool] = lambda: False,
-    ranks: Ranks = SINGLE_PROCESS,
-) -> Iterator[str]:
-    """Compile and capture the step; yields why, where it goes a slower way.
+    failed: set[tuple[str, str]],
+    wait_for_writes: Callable[[], None],
+    others_running: Callable[[], bool],
+) -> list[str]:
+    """Capture the loop's step in the fastest mode that works. Returns a notice for each mode that failed.
 
-    `live` is what warm-up steps must leave as it was; `quiet` waits for writers, whose buffers are freed in a thread,
-    which a capture must not see; `renew` puts fresh generators in the place of those a broken capture has left
-    unusable, and returns that of the views. `failed` remembers what need not be tried again in a later task.
+    `live` are the tensors that warm-up steps must not change. `failed` collects (stage name, mode) pairs that later
+    tasks need not attempt again. `wait_for_writes` waits for the checkpoint writer: its thread frees device buffers,
+    which is not allowed during a capture.
 
-    What fails with our own kernels is tried without them before it goes a slower way. Where memory is full, the
-    capture is tried once more with the warm-up's memory given back. If that does not do and other runs are at work
-    (`crowded`), the error is theirs to deal with; a run alone goes on eagerly.
+    A mode that fails with our Triton kernels is attempted without them first. If memory is full, it is attempted again
+    after releasing the warm-up's memory. If memory is still full, the error is raised if other runs will release theirs
+    (`others_running`); a run on its own continues eagerly.
     """
-    attempts = [attempt for attempt in ATTEMPTS if (loop.stage.name, attempt) not in failed]
-    freed = False
+    modes = [mode for mode in MODES if (loop.stage.name, mode) not in failed]
+    notices: list[str] = []
+    released = False
     release_idle_memory(loop.world.device)
-    while attempts:
-        attempt, problem, full = attempts[0], "", False
+    while modes:
+        mode, problem, full = modes[0], "", False
         try:
-            quiet()
-            capture_step(loop, live, [loop.world.generator, loop.views_generator], compiled=attempt == ATTEMPTS[0])
-        except Exception as error:  # whatever a compiler or driver throws, training goes on a slower way
+            wait_for_writes()
+            capture_step(loop, live, compiled=mode == MODES[0])
+        except Exception as error:  # whatever a compiler or driver raises, a slower mode may work
             full = is_out_of_memory(error)
-            if full and freed and crowded():
+            if full and released and others_running():
                 raise
             problem = f"{type(error).__name__}: {error}"
-        if not ranks.any(bool(problem)):  # all ranks go the same way
-            return
-        loop.replay = None
-        loop.views_generator = renew()
-        for parameter in loop.parameters.values():
-            parameter.grad = None  # it may lie in the memory of the broken graph
-        if ranks.any(full):
-            free()
-            if not freed:
-                freed = True
+        if not loop.distributed.any(bool(problem)):  # all processes use the same mode
+            break
+        discard_capture(loop)
+        if loop.distributed.any(full):
+            release_memory()
+            if not released:
+                released = True
                 continue
-            attempts = []  # what is captured without compilation needs no less
-            problem = f"the memory {account(loop.world.device)} is full"
+            modes = []  # a capture without compilation needs as much
+            problem = f"the memory {describe_memory(loop.world.device)} is full"
         elif kernels.available():
-            kernels.enable(False)  # they may be to blame: once more without them, for every run of this process
-            attempt += " with our own kernels"
+            kernels.enable(False)  # for every run of this process
+            mode += " with our own kernels"
         else:
-            failed.add((loop.stage.name, attempts.pop(0)))
-        yield f"stage {loop.stage.name!r} could not be {attempt}: {problem or 'not on every rank'}"[:500]
+            failed.add((loop.stage.name, modes.pop(0)))
+        notices.append(f"stage {loop.stage.name!r} could not be {mode}: {problem or 'not on every rank'}"[:500])
+    return notices
+
+
+def discard_capture(loop: StageLoop) -> None:
+    """Remove what a failed capture leaves behind: gradients in its memory, and generators that it made unusable."""
+    loop.replay = None
+    loop.world.generator = torch.Generator(loop.world.device)
+    loop.views_generator = torch.Generator(loop.world.device)
+    for parameter in loop.parameters.values():
+        parameter.grad = None

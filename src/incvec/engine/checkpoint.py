@@ -1,7 +1,8 @@
-"""What is in a run's files, which files a run may go on from, and when the next one is due.
+"""Checkpoints: what a saved file contains, how a run is restored from it, and when the next one is written.
 
-A checkpoint, a shared base and a snapshot are the same kind of file: flat tensors whose names begin with a room
-(`method/`, `store/`, `addon/NAME/`, `fisher/`, `loop/`), and JSON that says where in the run they were taken.
+A checkpoint, a shared base and a snapshot have the same format: flat tensors with namespaced names (`method/`,
+`store/`, `addon/NAME/`, `fisher/`, `loop/`), and JSON with the position in the run at which they were saved. To restore
+one, the structure is grown task by task as the run grew it, then the values are copied.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,60 +20,75 @@ from incvec.config import RunConfig, differences
 from incvec.data import Dataset
 from incvec.data.stream import split
 from incvec.engine import events as ev
-from incvec.engine.build import Parts, code_version
-from incvec.engine.stage import StageLoop
+from incvec.engine.build import RunParts, grow
+from incvec.engine.code_version import code_version
+from incvec.engine.loop import StageLoop
 from incvec.errors import CheckpointError
 
-SAVING_SHARE = 20  # a checkpoint is due once 20 times the last write's duration has passed
+SAVE_INTERVAL = 20  # in durations of the last write: at most 5 % of the time is spent on saving
 
-Position = tuple[int, int, int]  # task, stage, epoch
-
-
-# What is in a file ------------------------------------------------------------------------------------------
+Namespaces = dict[str, dict[str, Tensor]]
 
 
-def live_tensors(
-    parts: Parts, fisher: Mapping[str, Tensor] | None, loop: StageLoop | None, addons: bool = True
-) -> dict[str, Tensor]:
-    """Every live tensor needed to go on; the names never clash."""
+class Position(NamedTuple):
+    """A point in a run: everything before it is done.
+
+    At epoch 0 the stage's begin hooks have not run; at stage 0, epoch 0 the task has not begun.
+    """
+
+    task: int = 0
+    stage: int = 0
+    epoch: int = 0
+
+
+# The contents of a file -------------------------------------------------------------------------------------
+
+
+def live_tensors(parts: RunParts, loop: StageLoop | None, addons: bool = True) -> dict[str, Tensor]:
+    """Every live tensor that a run needs to continue."""
     method = parts.method
-    found = {f"method/{name}": tensor for name, tensor in method.state_dict(keep_vars=False).items()}
-    found |= {f"store/{name}": tensor for name, tensor in method.store.items()}
+    tensors = {f"method/{name}": tensor for name, tensor in method.state_dict(keep_vars=False).items()}
+    tensors |= {f"store/{name}": tensor for name, tensor in method.store.items()}
     if addons:
         for addon in parts.addons:
-            found |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.state().items()}
-    if fisher is not None:
-        found |= {f"fisher/{name}": tensor for name, tensor in fisher.items()}
+            tensors |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.state().items()}
+    if parts.world.base_fisher is not None:
+        tensors |= {f"fisher/{name}": tensor for name, tensor in parts.world.base_fisher.items()}
     if loop is not None:
-        found |= {f"loop/{name}": tensor for name, tensor in loop.state().items()}
-    return found
+        tensors |= {f"loop/{name}": tensor for name, tensor in loop.state().items()}
+    return tensors
 
 
-def snapshot_of(parts: Parts) -> dict[str, Tensor]:
-    """A task's model, with what a run needs to begin there: no teacher, no optimizer."""
-    tensors = live_tensors(parts, None, None, addons=False)
-    found = {name: tensor for name, tensor in tensors.items() if not name.startswith("method/teacher.")}
+def snapshot_tensors(parts: RunParts, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model at the end of a task, with what a run needs to start there: no teacher, no optimizer.
+
+    `trained` are the weights that training continues from, if an add-on deploys others.
+    """
+    tensors = {
+        name: tensor
+        for name, tensor in live_tensors(parts, None, addons=False).items()
+        if not name.startswith(("method/teacher.", "fisher/"))
+    }
     for addon in parts.addons:
-        found |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.snapshot().items()}
-    return found
+        tensors |= {f"addon/{addon.name}/{name}": tensor for name, tensor in addon.snapshot().items()}
+    return tensors | {f"trained/{name}": weight for name, weight in trained.items()}
 
 
-def trained_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A snapshot's tensors with the weights that were trained in the place of those that were deployed."""
-    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith("trained/")}
-    trained = {name.removeprefix("trained/"): t for name, t in tensors.items() if name.startswith("trained/")}
+def trained_tensors(snapshot: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A snapshot's tensors with the trained weights in place of the deployed ones."""
+    plain = {name: tensor for name, tensor in snapshot.items() if not name.startswith("trained/")}
+    trained = {name.removeprefix("trained/"): t for name, t in snapshot.items() if name.startswith("trained/")}
     return plain | {f"method/model.{name}": tensor for name, tensor in trained.items()}
 
 
 def describe(
-    kind: str, position: Position, config: RunConfig, dataset: Dataset, parts: Parts, progress: Mapping[str, Any]
+    kind: str, position: Position, config: RunConfig, dataset: Dataset, parts: RunParts, progress: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Where in which run the tensors were taken."""
-    task, stage, epoch = position
+    """The JSON part of a file: which run the tensors belong to, and their position in it."""
     return {
         "kind": kind,
         "position": list(position),
-        "grown": task - 1 if (stage, epoch) == (0, 0) else task,
+        "grown": position.task - 1 if (position.stage, position.epoch) == (0, 0) else position.task,
         "config": config.resolved(),
         "class_order": parts.order,
         "fingerprint": dataset.fingerprint,
@@ -83,150 +99,208 @@ def describe(
     }
 
 
-def taken_over(config: RunConfig, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run says of another's snapshot once it is its own beginning."""
+def adopted_meta(config: RunConfig, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON of another run's snapshot when this run starts from it and copies it into its folder."""
     return {key: meta[key] for key in meta if key not in ("format", "hashes")} | {"config": config.resolved()}
 
 
-# Which files a run may go on from ---------------------------------------------------------------------------
+# Restoring --------------------------------------------------------------------------------------------------
 
 
-def check_config(config: RunConfig, saved: Mapping[str, Any], where: Path) -> None:
+def restore(
+    parts: RunParts, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], seed: int, addons: bool = True
+) -> Namespaces:
+    """Grow the structure that the file was written with, then copy its values. Returns all tensors by namespace."""
+    for task in parts.tasks[: meta["grown"] + 1]:
+        grow(parts, task, seed)
+    namespaces = by_namespace(tensors)
+    method, device = parts.method, parts.world.device
+    copy_weights(method.name, method.state_dict(keep_vars=False), namespaces.get("method", {}))
+    method.store = {name: t.to(device, copy=True) for name, t in namespaces.get("store", {}).items()}
+    if addons:
+        states = by_namespace(namespaces.get("addon", {}))
+        for addon in parts.addons:
+            state = states.get(addon.name, {})
+            addon.load_state({name: tensor.to(device, copy=True) for name, tensor in state.items()})
+    method.restored()
+    return namespaces
+
+
+def by_namespace(tensors: Mapping[str, Tensor]) -> Namespaces:
+    """`namespace/rest` becomes `[namespace][rest]`."""
+    namespaces: Namespaces = {}
+    for name, tensor in tensors.items():
+        namespace, _, rest = name.partition("/")
+        namespaces.setdefault(namespace, {})[rest] = tensor
+    return namespaces
+
+
+def copy_weights(title: str, live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Copy saved weights into a method of the same structure. The teacher may be missing: snapshots have none."""
+    missing = [n for n in live if n not in saved and not n.startswith("teacher.")]
+    unexpected = [n for n in saved if n not in live]
+    if missing or unexpected:
+        raise CheckpointError(
+            f"the saved weights do not fit {title}: missing {missing[:3]}, unexpected {unexpected[:3]}. "
+            "They were written by another version; move them away to start again."
+        )
+    with torch.no_grad():
+        for name, tensor in saved.items():
+            if live[name].shape != tensor.shape:
+                raise CheckpointError(
+                    f"saved tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(live[name].shape)}."
+                )
+            live[name].copy_(tensor)
+
+
+# Which files a run may continue from ------------------------------------------------------------------------
+
+
+def check_config(config: RunConfig, saved: Mapping[str, Any], path: Path) -> None:
     rows = differences(config.resolved(), saved)
     if rows:
         raise CheckpointError(
-            f"{where} belongs to another configuration ({'; '.join(rows[:6])}). Choose another --out, or "
-            "give the settings it was made with."
+            f"{path} belongs to another configuration ({'; '.join(rows[:6])}). Choose another --out, or "
+            "give the settings it was written with."
         )
 
 
-def check_images(dataset: Dataset, saved: str, where: Path) -> None:
+def check_images(dataset: Dataset, saved: str, path: Path) -> None:
     if saved != dataset.fingerprint:
         raise CheckpointError(
-            f"{where} was made with other images of {dataset.name} (their fingerprint begins with {saved[:8]}) than "
-            f"are given ({dataset.fingerprint[:8]}). Give the data root it was made with, or choose another --out to "
-            "train on these."
+            f"{path} was made with other images of {dataset.name} (fingerprint {saved[:8]}) than the ones given "
+            f"({dataset.fingerprint[:8]}). Give the data root it was made with, or choose another --out to train on "
+            "these."
         )
 
 
-def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any], where: Path) -> str:
-    """Refuse a checkpoint of another run; returns what is worth saying about one that is accepted."""
+def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any], path: Path) -> str:
+    """Refuse a checkpoint of another run. Returns a notice if the code has changed since it was written."""
     if meta.get("kind") != "checkpoint":
-        raise CheckpointError(f"{where} is no checkpoint but a {meta.get('kind')}; move it away to start anew.")
-    check_config(config, meta["config"], where)
-    check_images(dataset, meta["fingerprint"], where)
+        raise CheckpointError(f"{path} is not a checkpoint but a {meta.get('kind')}; move it away to start again.")
+    check_config(config, meta["config"], path)
+    check_images(dataset, meta["fingerprint"], path)
     if meta["code"] != code_version(config.method):
-        return "the program has changed since the checkpoint this run goes on from"
+        return "the code has changed since the checkpoint that this run resumes from"
     return ""
 
 
 def read_start(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The snapshot that `start` names."""
+    """The snapshot that the setting `start` names."""
     try:
         return read_tensors(path)
     except CheckpointError as error:
-        why = "it is damaged, or no file of ours" if path.is_file() else "there is no such file"
+        reason = "it is damaged or not a file of incvec" if path.is_file() else "there is no such file"
         raise CheckpointError(
-            f"start={path} cannot be begun at: {why}. Give a snapshot of a run, RUN/snapshots/task-NN.safetensors, "
+            f"cannot start from start={path}: {reason}. Give a snapshot of a run, RUN/snapshots/task-NN.safetensors, "
             "or leave start out."
         ) from error
 
 
 def check_start(
-    config: RunConfig, dataset: Dataset, parts: Parts, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
+    config: RunConfig, dataset: Dataset, parts: RunParts, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> None:
-    """A run may begin at another's snapshot where both have the same past: network, classes, add-ons."""
-    where = f"{config.start} cannot be begun at"
+    """A run may start from another's snapshot if both have the same past: network, classes, add-ons."""
+    prefix = f"cannot start from {config.start}"
     if meta.get("kind") != "snapshot":
-        raise CheckpointError(f"{where}: it is not a snapshot of a task.")
+        raise CheckpointError(f"{prefix}: it is a {meta.get('kind')}, not a snapshot of a task.")
     grown = meta["grown"]
     if grown + 1 >= len(parts.tasks):
         raise CheckpointError(
-            f"{where}: it is of task {grown + 1}, this run ends after task {len(parts.tasks)}, so nothing is left to "
-            "train. Begin at an earlier task's snapshot."
+            f"{prefix}: it is of task {grown + 1}, this run ends after task {len(parts.tasks)}, so nothing is left to "
+            "train. Give the snapshot of an earlier task."
         )
     other, seen = meta["config"], parts.tasks[grown].n_seen
     net, method = config.sections[config.method].get("net"), config.method
     if (other["method"], other.get(other["method"], {}).get("net")) != (method, net):
-        raise CheckpointError(f"{where}: it is of {other['method']}, this run is {method} with {net}.")
+        raise CheckpointError(f"{prefix}: it is of {other['method']}, this run is {method} with {net}.")
     if meta["class_order"][:seen] != parts.order[:seen] or meta["fingerprint"] != dataset.fingerprint:
-        raise CheckpointError(f"{where}: its classes so far, or their images, are not this run's.")
+        raise CheckpointError(f"{prefix}: its classes so far, or their images, differ from this run's.")
     theirs = [task.n_new for task in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
     ours = [task.n_new for task in parts.tasks]
     if theirs[: grown + 1] != ours[: grown + 1]:
         raise CheckpointError(
-            f"{where}: its tasks so far have {theirs[: grown + 1]} classes, this run's {ours[: grown + 1]}. Give "
+            f"{prefix}: its tasks so far have {theirs[: grown + 1]} classes, this run's {ours[: grown + 1]}. Give "
             f"base_classes={other['base_classes']} and tasks of the same size."
         )
     lacking = [name for name in config.addons if name not in other["addons"]]
     if lacking:
         raise CheckpointError(
-            f"{where}: its run had no add-on {', '.join(lacking)}, whose memory of the tasks so far is missing. "
-            f"Begin at a snapshot of a run with {', '.join(config.addons)}."
+            f"{prefix}: its run did not use the add-on {', '.join(lacking)}, whose state after the tasks so far is "
+            f"missing. Give a snapshot of a run with {', '.join(config.addons)}."
         )
-    kept = {name.split("/")[1] for name in tensors if name.startswith("addon/")}
-    bare = [addon.name for addon in parts.addons if addon.state() and addon.name not in kept]
-    if bare:
+    saved = {name.split("/")[1] for name in tensors if name.startswith("addon/")}
+    stateless = [addon.name for addon in parts.addons if addon.state() and addon.name not in saved]
+    if stateless:
         raise CheckpointError(
-            f"{where}: what {bare[0]} remembers of the tasks so far was not kept in it. Train that run with "
-            f"--set {bare[0]}.snapshot_fisher=true."
+            f"{prefix}: it does not contain the state of {stateless[0]}. Train that run with "
+            f"--set {stateless[0]}.snapshot_fisher=true."
         )
 
 
-def check_finished(config: RunConfig, dataset: Dataset | None, record: Mapping[str, Any], where: Path) -> None:
-    """A record is the run's own; `start` is not among its settings where it began at its own base.
+def check_finished(config: RunConfig, dataset: Dataset | None, record: Mapping[str, Any], path: Path) -> None:
+    """Refuse a record of another run. The images are compared if a data set is given.
 
-    Which images it was made with is asked where there is a data set to compare with.
+    A run that started from its own base has no `start` in its recorded settings.
     """
     saved, base = dict(record.get("config", {})), record.get("base", {})
     if base.get("shared") and base.get("snapshot") == config.start:
         saved["start"] = config.start
-    check_config(config, saved, where)
-    if dataset is not None and "data_fingerprint" in record:  # early ones lack it
-        check_images(dataset, record["data_fingerprint"], where)
+    check_config(config, saved, path)
+    if dataset is not None and "data_fingerprint" in record:  # the first records had none
+        check_images(dataset, record["data_fingerprint"], path)
 
 
-def is_own_base(config: RunConfig, parts: Parts, meta: Mapping[str, Any]) -> bool:
-    """Whether a snapshot holds the base task that the run would train itself, so that it is as good as a shared one.
+def is_own_base(config: RunConfig, parts: RunParts, meta: Mapping[str, Any]) -> bool:
+    """Whether a snapshot is the base task that this run would train itself, so that it counts as a shared base.
 
-    The program may have changed in between: whoever names a snapshot answers for that, and the record tells of it.
+    The code may have changed in between. The record contains the code version of the snapshot.
     """
     other, own = meta["config"], config.resolved()
-    free = {"addons", "oracle", "tasks", "start", "device", "engine", "stop_after", "snapshots"}  # not the base's
-    same = {key: own[key] for key in own if key not in free} == {key: other[key] for key in other if key not in free}
-    way = (meta["engine"], meta.get("precision", parts.precision)) == (parts.engine, parts.precision)
-    return meta["grown"] == 0 and not other["addons"] and same and way  # an add-on may act at the end of the base
+    irrelevant = {"addons", "oracle", "tasks", "start", "device", "engine", "stop_after", "snapshots"}
+    same_config = {k: v for k, v in own.items() if k not in irrelevant} == {
+        k: v for k, v in other.items() if k not in irrelevant
+    }
+    same_numerics = (meta["engine"], meta.get("precision", parts.precision)) == (parts.engine, parts.precision)
+    # With an add-on, the end of the base task may have changed the weights.
+    return meta["grown"] == 0 and not other["addons"] and same_config and same_numerics
 
 
-# When the next one is due -----------------------------------------------------------------------------------
+# Writing ----------------------------------------------------------------------------------------------------
 
 
 class Saver:
-    """Writes one run's checkpoint: on a GPU in a thread, elsewhere at once; about a twentieth of the time at most."""
+    """Writes a run's checkpoints: on a GPU in a thread, on a CPU at once.
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self.path = path
-        self.queued = device.type == "cuda"
+    `interval` is the time in seconds from one checkpoint to the next, at least. None: `SAVE_INTERVAL` times the
+    duration of the last write.
+    """
+
+    def __init__(self, path: Path, device: torch.device, interval: float | None = None) -> None:
+        self.path, self.interval = path, interval
+        self.in_thread = device.type == "cuda"
         self.writer = Writer()
-        self._last = (0.0, 0.0)  # when, and how long it took
+        self._last = (0.0, 0.0)  # when the last write ended, and its duration
 
     def due(self) -> bool:
-        if self.queued:
-            writer = self.writer
-            return not writer.busy() and time.monotonic() - writer.finished > SAVING_SHARE * writer.took
-        when, took = self._last
-        return time.monotonic() - when > SAVING_SHARE * took
+        if self.in_thread:
+            if self.writer.busy():
+                return False
+            self._last = self.writer.finished, self.writer.took
+        ended, duration = self._last
+        interval = SAVE_INTERVAL * duration if self.interval is None else self.interval
+        return time.monotonic() - ended >= interval
 
     def save(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> ev.Saved:
         began = time.monotonic()
-        if self.queued:
+        if self.in_thread:
             self.writer.submit(self.path, tensors, meta)
         else:
             write_tensors(self.path, tensors, meta)
-        now = time.monotonic()
-        self._last = (now, now - began)
-        return ev.Saved(str(self.path), now - began)
+        ended = time.monotonic()
+        self._last = (ended, ended - began)
+        return ev.Saved(str(self.path), ended - began)
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what a write raised."""
+        """Wait until nothing is being written. Raises the error of a failed write."""
         self.writer.wait()

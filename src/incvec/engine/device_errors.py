@@ -1,4 +1,4 @@
-"""What a device may do to a run, in words a user can act on: its memory is full, it cannot be used, it broke."""
+"""Errors of the device as messages a user can act on: out of memory, GPU not usable, device failure."""
 
 from __future__ import annotations
 
@@ -10,87 +10,87 @@ import torch
 
 from incvec.errors import DeviceMemoryError, TrainingError
 
-FULL = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # as CUDA, cuDNN and the CPU's put it
-IDLE = 0.2  # of the device; to give memory back waits for all runs on it, so not for a little
-ABSENT = ("no NVIDIA driver", "No CUDA GPUs", "not compiled with CUDA")  # nobody expects a GPU there
-_kept: dict[torch.device, int] = {}  # idle memory that could not be given back
+OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # messages of CUDA, cuDNN and the CPU
+NO_GPU = ("no NVIDIA driver", "No CUDA GPUs", "not compiled with CUDA")  # no GPU is expected on such a machine
+MAX_IDLE_SHARE = 0.2  # of the device's memory; releasing synchronizes all runs on the device, so not for less
 ADVICE = (
-    "A smaller batch (--set METHOD.batch_size=64), fewer runs at once or another device may help; the same command "
-    "goes on from what was saved."
+    "A smaller batch (--set METHOD.batch_size=64), fewer runs at once or another device may help. The same command "
+    "resumes from the last checkpoint."
 )
+_retained: dict[torch.device, int] = {}  # idle memory that could not be released, by device
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether it is about a lack of device memory, or arose from that: compilers wrap what they meet."""
+    """Whether the error, or one that caused it, is a lack of memory. Compilers wrap errors in their own."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | DeviceMemoryError | MemoryError):
             return True
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in FULL):
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def free() -> None:
-    """Give back what torch keeps for later; what a broken step has left may hang together in circles."""
+def release_memory() -> None:
+    """Release torch's cached memory. A failed step may have left reference cycles, so collect those first."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def release_idle_memory(device: torch.device) -> None:
-    """Give back what captured steps that are gone have left, once it is much.
+    """Release the memory of dropped CUDA graphs, once it is a large share of the device's memory.
 
-    Torch keeps it, beside what present steps need when they are replayed; so what counts is by how much that has grown
-    since memory was given back last.
+    Torch caches it together with memory that live graphs need for their replays, which cannot be released. So only the
+    growth since the last release counts.
     """
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    if _idle(device) - _kept.get(device, 0) > IDLE * total:
+    if _idle_memory(device) - _retained.get(device, 0) > MAX_IDLE_SHARE * total:
         torch.cuda.empty_cache()
-        _kept[device] = _idle(device)
+        _retained[device] = _idle_memory(device)
 
 
-def _idle(device: torch.device) -> int:
+def _idle_memory(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def account(device: torch.device) -> str:
-    """How much of the device's memory is taken, and by whom."""
+def describe_memory(device: torch.device) -> str:
+    """How much of the device's memory is in use, in all and by this process."""
     if device.type != "cuda":
         return f"of {device}"
-    left, total = (amount / 2**30 for amount in torch.cuda.mem_get_info(device))
-    own = torch.cuda.memory_reserved(device) / 2**30
+    available, total = (amount / 2**30 for amount in torch.cuda.mem_get_info(device))
+    reserved = torch.cuda.memory_reserved(device) / 2**30
     name = torch.cuda.get_device_name(device)
-    return f"of {device} ({name}, {total - left:.1f} of {total:.1f} GiB in use, {own:.1f} by this process)"
+    return f"of {device} ({name}, {total - available:.1f} of {total:.1f} GiB in use, {reserved:.1f} by this process)"
 
 
 @contextmanager
-def explained(device: torch.device, where: str, advice: str = ADVICE) -> Iterator[None]:
-    """Errors of the device become errors for the user, with what was being done and what may help."""
+def translate_device_errors(device: torch.device, activity: str, advice: str = ADVICE) -> Iterator[None]:
+    """Raise device errors as errors for the user, with the activity that failed and what may help."""
     try:
         yield
     except DeviceMemoryError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise DeviceMemoryError(f"the memory {account(device)} is full, {where}. {advice}") from error
+            raise DeviceMemoryError(f"the memory {describe_memory(device)} is full, {activity}. {advice}") from error
         if isinstance(error, torch.AcceleratorError):
             raise TrainingError(
-                f"{device} stopped working, {where}: {str(error).splitlines()[0]}. Nothing more can be done in this "
-                "process; the same command goes on from what was saved."
+                f"{device} stopped working, {activity}: {str(error).splitlines()[0]}. This process cannot continue; "
+                "the same command resumes from the last checkpoint."
             ) from error
         raise
 
 
 def gpu_problem() -> str:
-    """Why the GPU of this machine cannot be used, such as a driver that is too old; empty where there is none."""
+    """Why the GPU of this machine cannot be used, such as an old driver. Empty if it can, or if there is none."""
     if torch.version.cuda is None or torch.cuda.is_available():
         return ""
     try:
-        torch.cuda.init()  # says why
+        torch.cuda.init()  # raises with the reason
     except Exception as error:
         text = str(error).splitlines()[0]
-        return "" if any(words in text for words in ABSENT) else text
+        return "" if any(known in text for known in NO_GPU) else text
     return ""

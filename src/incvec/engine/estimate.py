@@ -1,4 +1,4 @@
-"""How far a run is, and how long it will take: work counted in rows trained, at the rate so far."""
+"""How much of a run is done and how long the rest will take, from the rows trained so far and their rate."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from incvec.contracts import Stage, Task
 
 
 class Estimate:
-    """Counts rows times epochs. A stage not seen yet is taken to have its task's classes' images."""
+    """Counts rows times epochs. A stage that has not started is assumed to train on its task's new classes."""
 
-    def __init__(self, tasks: Sequence[Task], plan: Callable[[Task], list[Stage]], per_class: float) -> None:
-        self.tasks, self.plan, self.per_class = tasks, plan, per_class
-        self._seen: dict[tuple[bool, str], float] = {}
+    def __init__(self, tasks: Sequence[Task], plan: Callable[[Task], list[Stage]], rows_per_class: float) -> None:
+        self.tasks, self.plan, self.rows_per_class = tasks, plan, rows_per_class
+        self._rows: dict[tuple[bool, str], float] = {}  # by (base task?, stage name)
         self._start: tuple[float, float] | None = None
 
-    def saw(self, task: Task, stage: Stage, rows: int) -> None:
-        """How many rows the stage trains on; those of its name in other increments will be about as large."""
-        self._seen[(task.index == 0, stage.name)] = float(rows)
+    def record_rows(self, task: Task, stage: Stage, rows: int) -> None:
+        """How many rows the stage trains on; the same stage of other increments is assumed to have as many."""
+        self._rows[(task.index == 0, stage.name)] = float(rows)
 
-    def at(self, task: Task, stage: Stage, epochs_done: int) -> tuple[float, float | None]:
-        """Share of the whole run's work done, and the seconds left at the rate so far."""
+    def progress(self, task: Task, stage: Stage, epochs_done: int) -> tuple[float, float | None]:
+        """The fraction of the run's work that is done, and the seconds left at the rate so far."""
         total = done = 0.0
-        now = (task.index, self.plan(task).index(stage))
+        current = (task.index, self.plan(task).index(stage))
         for t in self.tasks:
             for number, s in enumerate(self.plan(t)):
-                rows = self._seen.get((t.index == 0, s.name), self.per_class * t.n_new)
+                rows = self._rows.get((t.index == 0, s.name), self.rows_per_class * t.n_new)
                 total += rows * s.epochs
-                if (t.index, number) < now:
+                if (t.index, number) < current:
                     done += rows * s.epochs
-                elif (t.index, number) == now:
+                elif (t.index, number) == current:
                     done += rows * epochs_done
-        clock = time.monotonic()
+        now = time.monotonic()
         if self._start is None:
-            self._start = (clock, done)
+            self._start = (now, done)
             return done / total, None
-        began, before = self._start
-        rate = (done - before) / max(clock - began, 1e-9)
+        started, before = self._start
+        rate = (done - before) / max(now - started, 1e-9)
         return done / total, (total - done) / rate if rate > 0 else None

@@ -1,4 +1,4 @@
-"""Evaluation: correct counts by class for every classifier of a method, read from the device once."""
+"""Evaluation: correct predictions per class for every classifier of a method, read from the device once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from incvec.contracts import AddOn, Method, Source, Task, World
 from incvec.data.gaussians import FeatureSource
 from incvec.data.source import chunk
-from incvec.engine.distributed import SINGLE_PROCESS, Ranks
+from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 
 
 @torch.no_grad()
@@ -21,23 +21,23 @@ def correct_by_class(
     test: Source,
     rows: Tensor,
     task: Task,
-    ranks: Ranks = SINGLE_PROCESS,
-    kept: list[Tensor] | None = None,
+    distributed: Distributed = SINGLE_PROCESS,
+    encoded: list[Tensor] | None = None,
 ) -> dict[str, list[int]]:
-    """How many test rows of each class seen are classified right, by classifier.
+    """The number of correctly classified test rows of each class seen, by classifier.
 
-    Every launch has the same shape (the last chunk is padded with rows that count for nothing), so that a
-    compiled network is compiled once. Each rank evaluates its share of the rows, and the counts are summed.
+    Every forward pass has the same shape (the last chunk is padded with rows of weight 0), so that a compiled network
+    is compiled once. Each process evaluates its share of the rows, and the counts are summed.
 
-    A list `kept`, empty at first, is for methods that rest: it keeps what they have encoded until the next task's
-    evaluation, whose rows have to begin with the same ones.
+    For a method with a frozen encoder, `encoded` is a cache of test features, empty at first. The next evaluation
+    reuses it, so its rows have to begin with the same ones.
     """
     method.eval()
-    share = rows[ranks.rank :: ranks.size]
-    rows = share if len(share) else rows[:1]  # a rank without a row evaluates one that counts for nothing
+    share = rows[distributed.rank :: distributed.world_size]
+    rows = share if len(share) else rows[:1]  # a process without rows evaluates one of weight 0
     score: Callable[[Tensor], dict[str, Tensor]] = method
-    if kept is not None:
-        test, score = encoded(method, world, test, rows, kept if len(share) else []), method.classify
+    if encoded is not None:
+        test, score = encode_rows(method, world, test, rows, encoded if len(share) else []), method.classify
         rows = torch.arange(len(rows), device=rows.device)
     size = chunk(test) if world.device.type == "cuda" else min(chunk(test), len(rows))
     counts: dict[str, Tensor] = {}
@@ -50,32 +50,33 @@ def correct_by_class(
             batch = test.fetch(part, world.generator, ("test",))
             scores = score(batch.images)
         for name, values in scores.items():
-            right = (values[:, : task.n_seen].argmax(1) == batch.labels).float() * weight
+            correct = (values[:, : task.n_seen].argmax(1) == batch.labels).float() * weight
             total = counts.setdefault(name, torch.zeros(task.n_seen, device=rows.device))
-            total.index_add_(0, batch.labels, right)
-    return {name: [int(value) for value in ranks.sum_(total).tolist()] for name, total in counts.items()}
+            total.index_add_(0, batch.labels, correct)
+    return {name: [int(value) for value in distributed.sum_(total).tolist()] for name, total in counts.items()}
 
 
-def encoded(method: Method, world: World, test: Source, rows: Tensor, kept: list[Tensor]) -> FeatureSource:
-    """The rows as the method encodes them; `kept` has the first ones already and gets the others."""
+def encode_rows(method: Method, world: World, test: Source, rows: Tensor, encoded: list[Tensor]) -> FeatureSource:
+    """The features of the rows; `encoded` holds those of the first rows and is extended."""
     size = chunk(test)
-    for start in range(sum(map(len, kept)), len(rows), size):
+    for start in range(sum(map(len, encoded)), len(rows), size):
         part = rows[start : start + size]
         with world.autocast():
-            kept.append(method.encode(test.fetch(part, world.generator, ("test",)).images))
-    return FeatureSource(torch.cat(kept), test.labels.index_select(0, rows))
+            encoded.append(method.encode(test.fetch(part, world.generator, ("test",)).images))
+    return FeatureSource(torch.cat(encoded), test.labels.index_select(0, rows))
 
 
 @contextmanager
-def deployed(method: Method, addons: Sequence[AddOn], task: Task) -> Iterator[dict[str, Tensor]]:
-    """Within it the model has the weights to evaluate, where an add-on deploys others than it trains; yields these."""
+def deployed_weights(method: Method, addons: Sequence[AddOn], task: Task) -> Iterator[dict[str, Tensor]]:
+    """Within the context the model has the weights that the last add-on deploys, if any; yields the trained ones."""
     given = [weights for addon in addons if (weights := addon.deployed(task)) is not None]
+    deployed = given[-1] if given else {}
     state = method.model.state_dict(keep_vars=False)
-    kept = {name: state[name].clone() for name in given[-1]} if given else {}
+    trained = {name: state[name].clone() for name in deployed}
     with torch.no_grad():
-        for name, weight in given[-1].items() if given else ():
+        for name, weight in deployed.items():
             state[name].copy_(weight)
-    yield kept
+    yield trained
     with torch.no_grad():
-        for name, weight in kept.items():
+        for name, weight in trained.items():
             state[name].copy_(weight)

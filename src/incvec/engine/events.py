@@ -1,4 +1,4 @@
-"""What a run tells while it goes on. Progress displays, logs and sweeps consume these; the loop draws nothing."""
+"""What a run yields while it trains. Progress displays, logs and sweeps consume these; the engine displays nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events."""
+    """Base class of all events."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Started(Event):
     tasks: int
     engine: str
     device: str
-    resumed: str | None = None  # where it goes on, where it does
+    resumed: str | None = None  # the position or snapshot it resumes from, if any
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class StageStarted(Event):
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """Work was queued; nothing to show. Lets one thread turn many runs."""
+    """Work was queued; nothing to display. Lets one thread alternate between many runs."""
 
-    waiting: bool = False  # the run can do nothing just now
-    blocked: bool = False  # and will not until another run has done its part
+    waiting: bool = False  # the run waits for the device or for another run
+    blocked: bool = False  # it waits for another run, so it needs no turn until that one has progressed
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class EpochEnded(Event):
     epoch: int
     epochs: int
     terms: dict[str, float]
-    fraction: float  # of the whole run, by work
+    fraction: float  # of the whole run's work
     seconds_left: float | None
 
 
 @dataclass(frozen=True)
 class TaskEnded(Event):
     task: int
-    accuracy: float  # over all classes seen, percent
+    accuracy: float  # over all classes seen, in percent
     row: list[float]  # by task
 
 
@@ -71,4 +71,4 @@ class Notice(Event):
 class Finished(Event):
     record: dict[str, Any] = field(default_factory=dict)
     path: str = ""
-    already: bool = False  # it had been finished before
+    already: bool = False  # it was finished before

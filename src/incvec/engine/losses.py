@@ -1,4 +1,4 @@
-"""An epoch's loss terms: copied to the host without waiting, read once, refused where one is not finite."""
+"""The loss terms of an epoch: copied to the host without waiting, read once, refused if one is not finite."""
 
 from __future__ import annotations
 
@@ -11,50 +11,51 @@ import torch
 from torch import Tensor, nn
 
 from incvec.contracts import Stage, Task
-from incvec.engine.distributed import Ranks
-from incvec.engine.stage import StageLoop
+from incvec.engine.loop import StageLoop
 from incvec.errors import TrainingError
 
 
 @dataclass(frozen=True)
-class History:
+class LossHistory:
     """Loss terms by step, on their way to the host."""
 
     epoch: int
-    values: Tensor
-    done: Any  # the CUDA event of the copy; none where nothing had to be copied
+    values: Tensor  # [steps, terms]
+    copied: Any  # the CUDA event of the copy; None if nothing had to be copied
 
     def arrived(self) -> bool:
-        return self.done is None or bool(self.done.query())
+        return self.copied is None or bool(self.copied.query())
 
 
-def fetch_history(loop: StageLoop, ranks: Ranks, epoch: int) -> History:
-    """Queue a copy of the epoch's loss terms, those of all ranks averaged; nothing waits here."""
-    ranks.average_([loop.history])
+def fetch_history(loop: StageLoop, epoch: int) -> LossHistory:
+    """Queue a copy of the epoch's loss terms, averaged over all processes. Does not wait for it."""
+    loop.distributed.mean_([loop.history])
     if loop.history.device.type != "cuda":
-        return History(epoch, loop.history.clone(), None)
+        return LossHistory(epoch, loop.history.clone(), None)
     host = torch.empty(loop.history.shape, pin_memory=True)
     host.copy_(loop.history, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return History(epoch, host, done)
+    copied = torch.cuda.Event()
+    copied.record()
+    return LossHistory(epoch, host, copied)
 
 
-def read_terms(history: History, names: Sequence[str], where: str, saved: Callable[[], str]) -> dict[str, float]:
-    """The epoch's mean of each term; an error names the first value that is not finite, and what is left."""
+def mean_terms(
+    history: LossHistory, names: Sequence[str], where: str, last_checkpoint: Callable[[], str]
+) -> dict[str, float]:
+    """The epoch's mean of each term. Raises if a value is not finite, naming the first one and the last checkpoint."""
     values = history.values
     bad = (~values.isfinite()).nonzero()
     if len(bad):
         step, term = bad[0].tolist()
         raise TrainingError(
             f"loss term {names[term]!r} became {values[step, term].item()} in {where}, epoch {history.epoch + 1}, "
-            f"step {step + 1}; {saved()}. A smaller learning rate or --set precision=fp32 may help."
+            f"step {step + 1}; {last_checkpoint()}. A smaller learning rate or --set precision=fp32 may help."
         )
     return dict(zip(names, values.mean(0).tolist(), strict=True))
 
 
 def check_weights(parameters: Mapping[str, nn.Parameter], task: Task, stage: Stage) -> None:
-    """The last step's update has been seen by no loss: look at the weights themselves before they are saved."""
+    """Refuse weights that are not finite. No loss has seen the last step's update, so they are checked themselves."""
     if not parameters:
         return
     norms = torch.stack(torch._foreach_norm([p.detach() for p in parameters.values()]))

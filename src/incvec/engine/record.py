@@ -1,4 +1,4 @@
-"""What a run has to show: kept in its checkpoint while it goes on, and in the end its record."""
+"""A run's results: the progress saved in its checkpoints, and the record at its end."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
-from incvec.engine.build import Parts
+from incvec.engine.build import RunParts
 from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
 
 @dataclass
 class Progress:
-    """What a run has to show so far; plain values, kept in the checkpoint's JSON."""
+    """A run's results so far, as plain JSON values."""
 
     correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
-    losses: list[dict[str, Any]] = field(default_factory=list)  # a row a stage
-    statistics: list[dict[str, Any]] = field(default_factory=list)  # a row a task, from the add-ons
+    losses: list[dict[str, Any]] = field(default_factory=list)  # one row per stage
+    statistics: list[dict[str, Any]] = field(default_factory=list)  # one row per task, by add-on
     task_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
     notices: list[str] = field(default_factory=list)
-    base: dict[str, Any] = field(default_factory=dict)  # whether the base task's weights came from another run
-    ranks: list[int] = field(default_factory=list)  # over how many processes it ran; several where it went on with more
+    base: dict[str, Any] = field(default_factory=dict)  # where the base task's weights came from, if not trained here
+    ranks: list[int] = field(default_factory=list)  # numbers of processes it ran on; several after a resume with more
 
-    def note(self, text: str) -> None:
-        """Something the record should say, once."""
+    def add_notice(self, text: str) -> None:
+        """Record a notice, once."""
         if text not in self.notices:
             self.notices.append(text)
 
-    def losses_of(self, task: Task, stage: Stage) -> dict[str, Any]:
-        """The stage's row of losses, which a run that was killed goes on filling."""
+    def stage_log(self, task: Task, stage: Stage) -> dict[str, Any]:
+        """The stage's row of `losses`. A resumed run continues the row it has."""
         for row in self.losses:
             if row["task"] == task.index and row["stage"] == stage.name:
                 return row
@@ -41,27 +41,27 @@ class Progress:
         return row
 
 
-def class_counts(parts: Parts) -> list[int]:
-    """Test images of each class, in the order of the classes."""
+def class_counts(parts: RunParts) -> list[int]:
+    """The number of test images of each class, in class order."""
     counts: list[int] = parts.test.counts().tolist()
     return counts[: parts.tasks[-1].n_seen]
 
 
-def task_counts(parts: Parts) -> list[int]:
-    """Test images of each task."""
+def task_counts(parts: RunParts) -> list[int]:
+    """The number of test images of each task."""
     return counts_by_task(class_counts(parts), parts.tasks)
 
 
-def accuracy_matrix(progress: Progress, parts: Parts, classifier: str | None = None) -> list[list[float]]:
-    """Rows of the accuracy matrix so far, in percent; by default of the classifier that is reported."""
+def accuracy_matrix(progress: Progress, parts: RunParts, classifier: str | None = None) -> list[list[float]]:
+    """Rows of the accuracy matrix so far, in percent; by default of the reported classifier."""
     name = classifier or next(iter(progress.correct))
     return matrix_from_counts(progress.correct[name], class_counts(parts), parts.tasks)
 
 
 def make_record(
-    config: RunConfig, dataset: Dataset, parts: Parts, progress: Progress, seconds: float
+    config: RunConfig, dataset: Dataset, parts: RunParts, progress: Progress, seconds: float
 ) -> dict[str, Any]:
-    """Everything about a finished run, as JSON."""
+    """The record of a finished run, as JSON values."""
     by_class, by_task = class_counts(parts), task_counts(parts)
     classifiers: dict[str, dict[str, Any]] = {}
     for name, correct in progress.correct.items():
@@ -71,7 +71,7 @@ def make_record(
     first = next(iter(classifiers.values()))
     settings = config.resolved()
     if progress.base.get("shared"):
-        settings["start"] = None  # at its own base task, trained elsewhere: no setting of its own, `base` tells it
+        settings["start"] = None  # `base` records that another run trained its base task
     return {
         "format": FORMAT,
         "method": config.method,

@@ -1,4 +1,4 @@
-"""Many runs in one thread, a CUDA stream each: their kernels are small, so together they fill the device."""
+"""Many runs in one thread, one CUDA stream each: their kernels are small, so together they fill the device."""
 
 from __future__ import annotations
 
@@ -7,70 +7,70 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from incvec.engine import events as ev
-from incvec.engine.device_errors import free
+from incvec.engine.device_errors import release_memory
 from incvec.engine.run import Run
 from incvec.errors import Busy, DeviceMemoryError
 
 
 @dataclass(frozen=True)
 class Failed(ev.Event):
-    """A run broke; the others go on."""
+    """A run failed; the others continue."""
 
     error: Exception
 
 
-def run_concurrently(make: Sequence[Callable[[], Run]], at_once: int) -> Generator[tuple[int, ev.Event], None, None]:
-    """Turn the runs, at most `at_once` of them at work at a time; yields each event with its run's number.
+def run_concurrently(
+    make_runs: Sequence[Callable[[], Run]], at_once: int
+) -> Generator[tuple[int, ev.Event], None, None]:
+    """Alternate between the runs, at most `at_once` at a time; yields each event with the number of its run.
 
-    A run that waits for a base which another one trains takes no place. One that finds the device's memory full
-    gives way and is started again, from its checkpoint, when others have ended. One that another process is at work
-    on is asked for once more when all others have ended: that process may have been stopped.
+    A run that waits for a base which another one trains does not count. A run that finds the device's memory full
+    stops, and resumes from its checkpoint when others have ended. A run that another process is working on is tried
+    once more when all others have ended: that process may have been stopped.
     """
-    queue = list(range(len(make)))
-    elsewhere: list[int] = []
-    last = False  # whether those are being asked for once more
+    queue = list(range(len(make_runs)))
+    busy: list[int] = []  # runs of other processes
+    last_attempt = False  # whether `busy` runs are being tried once more
     active: dict[int, Generator[ev.Event, None, None]] = {}
     blocked: set[int] = set()
+
+    def working() -> int:
+        return len(active) - len(blocked)
+
     try:
-        while queue or active or elsewhere:
+        while queue or active or busy:
             if not queue and not active:
-                queue, elsewhere, last = elsewhere, [], True
-            while queue and len(active) - len(blocked) < at_once:
+                queue, busy, last_attempt = busy, [], True
+            while queue and working() < at_once:
                 number = queue.pop(0)
                 try:
-                    run = make[number]()
+                    active[number] = make_runs[number]().events(others_running=lambda: working() > 1)
                 except Exception as error:
                     yield number, Failed(error)
-                    continue
-                run.crowded = lambda: len(active) - len(blocked) > 1
-                active[number] = run.events()
-                del run
             idle = True
             for number, events in list(active.items()):
-                if number in blocked and len(active) - len(blocked) >= at_once:
-                    continue  # its place is taken; it asks for its base again when there is one
+                if number in blocked and working() >= at_once:
+                    continue  # all places are taken; it checks for its base when one is free
                 try:
                     event = next(events)
                 except StopIteration:
                     del active[number]
                     blocked.discard(number)
                     continue
-                except Exception as error:  # one run's trouble is not another's
+                except Exception as error:  # the other runs continue
                     del active[number], events
                     blocked.discard(number)
-                    working = len(active) - len(blocked)
-                    if isinstance(error, DeviceMemoryError) and working:  # blocked runs will not give theirs back
+                    if isinstance(error, DeviceMemoryError) and working():  # blocked runs will not release memory
                         queue.append(number)
-                        at_once = min(at_once, working)
+                        at_once = min(at_once, working())
                         del error
-                        free()
+                        release_memory()
                         yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
-                        continue
-                    if isinstance(error, Busy) and not last:
-                        elsewhere.append(number)
-                        yield number, ev.Notice("another process is at work on it")
-                        continue
-                    yield number, Failed(error)
+                    elif isinstance(error, Busy) and not last_attempt:
+                        busy.append(number)
+                        yield number, ev.Notice("another process is working on it")
+                    else:
+                        yield number, Failed(error)
                     continue
                 if isinstance(event, ev.Tick):
                     (blocked.add if event.blocked else blocked.discard)(number)
@@ -80,5 +80,5 @@ def run_concurrently(make: Sequence[Callable[[], Run]], at_once: int) -> Generat
             if idle:
                 time.sleep(0.0005)
     finally:
-        for events in active.values():  # whoever stops listening stops the runs, now
+        for events in active.values():  # when the consumer stops, the runs stop at once
             events.close()

@@ -1,11 +1,11 @@
-"""Each run owns its randomness: seeds are derived from what is being done, never from what was done before."""
+"""Seeds are derived from what they are used for, never from earlier draws. So no generator state has to be saved."""
 
 from __future__ import annotations
 
 import hashlib
 
 
-def derive(seed: int, *parts: object) -> int:
-    """A 63-bit seed from the run's seed and any description of the purpose."""
-    text = "/".join([str(seed), *map(str, parts)])
+def derive(seed: int, *purpose: object) -> int:
+    """A 63-bit seed from the run's seed and a description of the purpose."""
+    text = "/".join([str(seed), *map(str, purpose)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

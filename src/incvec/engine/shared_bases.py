@@ -1,7 +1,7 @@
-"""Common work is done once: the base task's trained weights, found by a key computed before training.
+"""Shared base tasks: trained once, found by a key that is computed before training.
 
-A base file is a checkpoint at the end of the base task's own stages, before `end_task`; it knows nothing of
-add-ons, of the oracle or of the number of increments. A lock keeps two runs from training one key.
+A base file is a checkpoint at the end of the base task's own stages, before `end_task`. It does not depend on add-ons,
+on the oracle or on the number of increments. A lock keeps two runs from training the same base.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 
 from incvec.atomic_files import FileLock
 from incvec.config import RunConfig, digest
-from incvec.contracts import Method, Task
 from incvec.data import Dataset
-from incvec.engine.build import Parts, code_version
-from incvec.engine.distributed import SINGLE_PROCESS, Ranks
+from incvec.engine.build import RunParts
+from incvec.engine.code_version import code_version
+from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 
 
-def base_key(config: RunConfig, dataset: Dataset, parts: Parts, ranks: Ranks = SINGLE_PROCESS) -> str:
-    """Everything that decides the base task's weights."""
-    task: Task = parts.tasks[0]
-    method: Method = parts.method
-    account: dict[str, Any] = {
+def base_key(config: RunConfig, dataset: Dataset, parts: RunParts, distributed: Distributed = SINGLE_PROCESS) -> str:
+    """A hash of everything that determines the base task's weights."""
+    task = parts.tasks[0]
+    determinants: dict[str, Any] = {
         "code": code_version(config.method),
         "data": dataset.fingerprint,
+        "views": [dataset.pad, dataset.flip, dataset.side, dict(dataset.normalizations)],
         "classes": parts.order[: task.n_seen],
         "method": config.method,
         "options": config.sections.get(config.method, {}),
@@ -34,18 +34,19 @@ def base_key(config: RunConfig, dataset: Dataset, parts: Parts, ranks: Ranks = S
         "precision": parts.precision,
         "engine": parts.engine,
         "device": parts.world.device.type,
-        "stages": [stage.describe() for stage in method.stages(task)],
+        "stages": [stage.describe() for stage in parts.method.stages(task)],
     }
-    if ranks.size > 1:
-        account |= {"ranks": ranks.size, "sync_batchnorm": config.sync_batchnorm}
-    return digest(account)
+    if distributed.world_size > 1:
+        determinants |= {"ranks": distributed.world_size, "sync_batchnorm": config.sync_batchnorm}
+    return digest(determinants)
 
 
 class BaseFile(FileLock):
-    """One key's file and lock in the folder of shared bases."""
+    """The file and the lock of one key, in the folder of shared bases."""
 
     def __init__(self, folder: Path, key: str) -> None:
         super().__init__(folder / f"{key}.lock")
+        self.key = key
         self.file = folder / f"{key}.safetensors"
 
     def exists(self) -> bool:

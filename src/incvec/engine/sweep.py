@@ -1,12 +1,12 @@
-"""Sweeps: many configurations, their common beginnings trained once, as many at a time as the device takes.
+"""Sweep files: many configurations from a few lines of YAML.
 
-A sweep file is YAML: `name`, `summary`, and `runs`, a list of blocks. In a block every value that is a list is
-varied, and the block stands for all combinations; `addons` is varied over lists of names, and so is every setting that
-is a list itself (`milestones: [80, 120]` is one value, `[[80, 120], [60]]` are two). Other keys are as in a run's
-configuration (`podnet: {memory: [5, 10, 20]}` varies inside a section).
+A sweep file has the keys `name`, `summary` and `runs`, a list of blocks. A block is a run's configuration in which
+lists are varied, also inside a section (`podnet: {memory: [5, 10, 20]}`). It expands to all combinations of their
+values. Settings that are lists themselves are varied over lists of lists: `addons: [ivt]` and `milestones: [80, 120]`
+are one value, `[[80, 120], [60]]` are two.
 
-A sweep may have a `check`: the first run that fits its `of` (settings, such as `method: zeroshot`) goes before all
-others, and where its `metric` is further than `within` from `expected`, nothing else is run.
+A sweep may have a `check`. The first run that matches its `of` (settings, such as `method: zeroshot`) is trained before
+all others. If its `metric` differs from `expected` by more than `within`, the others are not run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METRICS = ("AA", "LA", "FM")
 
 
 class Loader(yaml.SafeLoader):
-    """YAML, but 1e-3 is a number, as everybody expects."""
+    """YAML in which 1e-3 is a number; YAML 1.1 reads it as a string."""
 
 
 Loader.add_implicit_resolver(
@@ -44,7 +44,7 @@ Loader.add_implicit_resolver(
 
 @dataclass(frozen=True)
 class Check:
-    """What one run has to show before the others are worth their time."""
+    """The result that one run has to reach before the others are run."""
 
     of: Mapping[str, Any]
     metric: str
@@ -53,10 +53,10 @@ class Check:
     hint: str = ""
 
     def judge(self, record: Mapping[str, Any]) -> None:
-        found = record["metrics"][self.metric]
-        if found is None or abs(found - self.expected) > self.within:
+        value = record["metrics"][self.metric]
+        if value is None or abs(value - self.expected) > self.within:
             raise ConfigError(
-                f"{record['method']} has {self.metric} {found if found is None else round(found, 2)}, expected "
+                f"{record['method']} has {self.metric} {value if value is None else round(value, 2)}, expected "
                 f"{self.expected} within {self.within}: nothing else of this sweep was run. {self.hint}".strip()
             )
 
@@ -71,14 +71,14 @@ def read_content(path: Path) -> Mapping[str, Any]:
     for key in content:
         if key not in KEYS:
             raise ConfigError(
-                f"{path}: unknown key {key!r}.{nearest(key, KEYS)} A sweep has {', '.join(KEYS)}; settings stand in "
+                f"{path}: unknown key {key!r}.{nearest(key, KEYS)} A sweep has {', '.join(KEYS)}; settings belong into "
                 "the blocks of `runs`."
             )
     return content
 
 
 def read_check(path: Path) -> Check | None:
-    """The sweep's check, where it has one."""
+    """The sweep's check, if it has one."""
     given = read_content(path).get("check")
     if given is None:
         return None
@@ -86,7 +86,7 @@ def read_check(path: Path) -> Check | None:
         check = Check(**given)
     except TypeError:
         raise ConfigError(
-            f"{path}: `check` takes of, metric, expected, within and hint; it was given {given!r}."
+            f"{path}: `check` takes of, metric, expected, within and hint; given was {given!r}."
         ) from None
     if not isinstance(check.of, Mapping):
         raise ConfigError(f"{path}: `of` of the check is {check.of!r}; expected settings, such as method: zeroshot.")
@@ -103,33 +103,33 @@ def read_check(path: Path) -> Check | None:
 
 
 def read_sweep(path: Path) -> list[dict[str, Any]]:
-    """The run settings that a sweep file stands for, in its order."""
+    """The settings of all runs of a sweep file, in its order."""
     return [given for _, given in read_runs(path)]
 
 
 def read_runs(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The same, each with the place in the file that it comes from."""
+    """As `read_sweep`, each with the place in the file where it is defined."""
     content = read_content(path)
-    found: list[tuple[str, dict[str, Any]]] = []
+    runs: list[tuple[str, dict[str, Any]]] = []
     for number, block in enumerate(content["runs"], 1):
         where = f"{path}, block {number} of `runs`"
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{where}: a block is a mapping, this one is {block!r}.")
+            raise ConfigError(f"{where}: expected a mapping of settings, given was {block!r}.")
         for given in expand(block, where):
             if not isinstance(given.get("method"), str):
                 raise ConfigError(f"{where}: method = {given.get('method')!r} is not possible: expected a name.")
-            if all(given != other for _, other in found):
-                found.append((where, given))
-    return found
+            if all(given != other for _, other in runs):
+                runs.append((where, given))
+    return runs
 
 
 def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") -> Iterator[dict[str, Any]]:
-    """All combinations of the block's lists; the last key varies fastest."""
+    """All combinations of the values in the block's lists. The last key varies fastest."""
     axes: list[list[tuple[str, Any]]] = []
     for key, value in block.items():
         name = f"{section}.{key}" if section else key
         if not isinstance(key, str):
-            raise ConfigError(f"{where}: {name!r} is no setting: expected a name.")
+            raise ConfigError(f"{where}: {name!r} is not a setting: expected a name.")
         if key == "addons" and not section:
             several = isinstance(value, list) and value and all(isinstance(v, list) for v in value)
             choices = value if several else [value]
@@ -140,12 +140,12 @@ def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") 
                 )
         elif value == []:
             raise ConfigError(
-                f"{where}: {name} is an empty list, which stands for no run at all. Give it values or leave it out"
-                + (f"; for a setting without values write {key}: [[]]." if is_list(section, key) else ".")
+                f"{where}: {name} is an empty list, so the block has no runs. Give it values or leave it out"
+                + (f"; to set it to an empty list, write {key}: [[]]." if is_list_setting(section, key) else ".")
             )
         elif isinstance(value, Mapping):
             choices = list(expand(value, where, name))
-        elif isinstance(value, list) and (not is_list(section, key) or all(isinstance(v, list) for v in value)):
+        elif isinstance(value, list) and (not is_list_setting(section, key) or all(isinstance(v, list) for v in value)):
             choices = value
         else:
             choices = [value]
@@ -154,21 +154,21 @@ def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") 
         yield dict(combination)
 
 
-def is_list(section: str, key: str) -> bool:
-    """Whether a list is one value of this setting, such as milestones, and not several to be tried."""
+def is_list_setting(section: str, key: str) -> bool:
+    """Whether the values of this setting are lists, such as milestones."""
     kind: Any = RunConfig
     if section:
         kind = find_method(section) if section in METHODS else find_addon(section) if section in ADDONS else None
         kind = getattr(kind, "Options", None)
-    return kind is not None and key in kind.model_fields and _holds_a_list(kind.model_fields[key].annotation)
+    return kind is not None and key in kind.model_fields and _is_list_type(kind.model_fields[key].annotation)
 
 
-def _holds_a_list(annotation: Any) -> bool:
-    return get_origin(annotation) in (list, tuple) or any(map(_holds_a_list, get_args(annotation)))
+def _is_list_type(annotation: Any) -> bool:
+    return get_origin(annotation) in (list, tuple) or any(map(_is_list_type, get_args(annotation)))
 
 
 def default_at_once(device: torch.device, configs: Sequence[RunConfig]) -> int:
-    """Eight on a large GPU, fewer where its memory is short; one on a CPU."""
+    """How many runs to train at once: up to eight on a GPU, depending on its free memory; one on a CPU."""
     if device.type != "cuda":
         return 1
     free, _ = torch.cuda.mem_get_info(device)

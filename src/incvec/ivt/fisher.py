@@ -1,39 +1,24 @@
-"""Where F comes from.
+"""F_t, the diagonal Fisher of a task: the mean over optimizer steps of the squared batch gradients (Algorithm 1).
 
-| estimator | F | needs | cost |
-|---|---|---|---|
-| `batch` | mean over optimizer steps of g_i^2, g_i the gradient of the batch's mean loss (Algorithm 1) | `.grad` | one fused pass over the gradients |
-| `sample` | mean over samples of (grad of the sample's loss)^2 (eq. 11 read to the letter) | the loss | a further forward and backward, gradients for each sample |
-| `sampled` | the same with a label drawn from the model's own prediction | the logits | two forwards and one backward, gradients for each sample |
-| `exact` | its expectation over all labels, sum_c p_c (grad log p_c)^2: the Fisher information itself | the logits | one forward and a backward for each class |
-
-Batch and per-sample values differ by about the batch size, and S depends on the ratio of old to new, so one run
-must stay with one estimator.
-
-The diagonal needs one number a weight. In the `kernel` structure the weight of a convolution with a k x k kernel
-(k*k > 1) has a (k*k x k*k) block E[g g^T] for each slice (out, in) instead; everything else stays diagonal.
-"""  # noqa: E501
+The `diagonal` structure has one number per weight. In the `kernel` structure the weight of a convolution with a k x k
+kernel (k*k > 1) has a (k*k x k*k) block E[g g^T] per slice (out, in); every other parameter stays diagonal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vjp, vmap
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor
 
-from .names import fisher_shape, float_parameters, kernel_names, state_dtype, unwrap
+from .names import fisher_shape, state_dtype
 
 Structure = Literal["diagonal", "kernel"]
-Kind = Literal["batch", "sample", "exact", "sampled"]
-LossFunction = Callable[[Any], Tensor]
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
-    """Refuse a value outside a Literal's, naming those it has."""
+    """Raise ValueError if the value is not one of a Literal's, naming the choices."""
     if value not in get_args(choices):
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, get_args(choices)))}")
 
@@ -43,20 +28,13 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _square(gradient: Tensor, kernel: bool) -> Tensor:
-    if not kernel:
-        return gradient * gradient
-    vectors = gradient.flatten(-2)
-    return vectors.unsqueeze(-1) * vectors.unsqueeze(-2)
-
-
 class BatchFisher:
-    """Sums of squared gradients by parameter name, and how many steps went into each.
+    """Sums of squared gradients by parameter name, and the number of steps in each.
 
     Buffers exist before the first step and are only written in place by `accumulate`, which reads nothing back
-    to the host: a captured CUDA graph can hold it. There is one step counter on the device for each set of
-    parameters that has stepped together, so optimizers that step apart are averaged apart; a parameter's
-    count is the sum over the sets it belongs to.
+    to the host: it can be captured in a CUDA graph. There is one step counter on the device per set of
+    parameters that step together, so that optimizers which step separately are averaged separately; a
+    parameter's count is the sum over the sets it belongs to.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], kernels: Collection[str] = ()) -> None:
@@ -64,15 +42,15 @@ class BatchFisher:
         self.sums: dict[str, Tensor] = {}
         self.seen: dict[str, None] = {}  # names that have had a gradient, in order
         self._steps: dict[frozenset[str], Tensor] = {}
-        self._ones: dict[torch.device, Tensor] = {}  # what a step adds to a counter; captured graphs hold them
-        self._groups: list[tuple[list[Tensor], list[str]]] = []  # counters, and the names that have them: see below
-        self._together: dict[tuple[str, ...], tuple[list[Tensor], Tensor]] = {}  # of a usual step: see _add_known
+        self._ones: dict[torch.device, Tensor] = {}  # added to a counter at each step; captured graphs refer to them
+        self._groups: list[tuple[list[Tensor], list[str]]] = []  # counters, and the names that use them
+        self._together: dict[tuple[str, ...], tuple[list[Tensor], Tensor]] = {}  # see _add_known
         self.allocate(parameters)
         if parameters:
             self.counter(parameters)
 
     def allocate(self, parameters: Mapping[str, Tensor]) -> None:
-        """Make room for further parameters; those already known keep their buffers."""
+        """Allocate buffers for further parameters; known ones keep theirs."""
         for name, parameter in parameters.items():
             if name in self.sums:
                 continue
@@ -113,7 +91,7 @@ class BatchFisher:
     ) -> None:
         """Add the squares of the parameters' `.grad` and count one step; a missing gradient counts as zero.
 
-        grad_scale and found_inf are what a GradScaler hands a fused optimizer: gradients are divided by the
+        grad_scale and found_inf are what a GradScaler passes to a fused optimizer: gradients are divided by the
         scale, and a step that found infinities is skipped, both on the device. Such a step's gradients are
         replaced by zeros, not multiplied by them: 0 * inf is not a number.
         """
@@ -123,7 +101,7 @@ class BatchFisher:
         names: list[str] = []
         sums: list[Tensor] = []
         gradients: list[Tensor] = []
-        kept = None if found_inf is None else found_inf.reshape(()) == 0
+        finite = None if found_inf is None else found_inf.reshape(()) == 0
         for name, parameter in pairs:
             gradient = parameter.grad
             if gradient is not None:
@@ -137,8 +115,8 @@ class BatchFisher:
                     gradient = gradient.to(total.dtype)
                 if grad_scale is not None:
                     gradient = gradient / grad_scale.to(gradient.device, non_blocking=True).reshape(())
-                if kept is not None:
-                    gradient = torch.where(kept.to(gradient.device, non_blocking=True), gradient, 0.0)
+                if finite is not None:
+                    gradient = torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0.0)
                 if name in self.kernels:
                     vectors = gradient.flatten(2)
                     total.addcmul_(vectors.unsqueeze(-1), vectors.unsqueeze(-2))
@@ -152,14 +130,14 @@ class BatchFisher:
         if sums:
             torch._foreach_addcmul_(sums, gradients, gradients)
         counter = self.counter(names)
-        counter.add_(1.0 if kept is None else kept.to(counter, non_blocking=True))
+        counter.add_(1.0 if finite is None else finite.to(counter, non_blocking=True))
         if len(sums) == len(pairs) and all((t.dtype, t.device) == (counter.dtype, counter.device) for t in sums):
             self._together[tuple(names)] = [*sums, counter], self._ones[counter.device]
 
     def _add_known(self, pairs: Sequence[tuple[str, Tensor]]) -> bool:
-        """The usual step, with dense gradients of the sums' format for parameters that have stepped together before.
+        """The common step: dense gradients of the sums' dtype, for parameters that have stepped together before.
 
-        The counter is the last of the sums and a one its gradient, so that all is one operation.
+        The counter is appended to the sums with a gradient of one, so that all is one operation.
         """
         known = self._together.get(tuple(name for name, _ in pairs))
         if known is None:
@@ -175,17 +153,8 @@ class BatchFisher:
         torch._foreach_addcmul_(sums, gradients, gradients)
         return True
 
-    @torch.no_grad()
-    def add(self, squares: Mapping[str, Tensor], count: float) -> None:
-        """Add sums of squares computed elsewhere over `count` samples."""
-        for name, square in squares.items():
-            self.sums[name].add_(square)
-            self.seen[name] = None
-        if squares:
-            self.counter(squares).add_(float(count))
-
     def by_counters(self) -> Iterator[tuple[Tensor, list[str]]]:
-        """Names that share their device and their step counters, with those counters' total."""
+        """Names that share a device and step counters, with the counters' total."""
         if not self._groups:
             groups: dict[tuple[object, ...], list[str]] = {}
             for name, total in self.sums.items():
@@ -204,18 +173,18 @@ class BatchFisher:
             yield total, names
 
     def counts(self) -> dict[str, Tensor]:
-        """How many steps are in each parameter's sum: scalars on the device, so that nothing waits for it."""
-        return {name: kept for steps, names in self.by_counters() for kept in [steps.clone()] for name in names}
+        """The number of steps in each parameter's sum, as scalars on the device (no synchronization)."""
+        return {name: count for steps, names in self.by_counters() for count in [steps.clone()] for name in names}
 
     @torch.no_grad()
     def mean_(self) -> None:
-        """Turn the sums into means in place; where there was no step they stay zero."""
+        """Turn the sums into means in place; without steps they stay zero."""
         for steps, names in self.by_counters():
             torch._foreach_div_([self.sums[name] for name in names], steps.clamp_min(1.0))
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
-        """F by name for every parameter that has had a gradient, as new tensors; the sums stay."""
+        """F by name for every parameter that has had a gradient, as new tensors; the sums are unchanged."""
         result: dict[str, Tensor] = {}
         for steps, names in self.by_counters():
             for name in names:
@@ -225,13 +194,13 @@ class BatchFisher:
 
     @torch.no_grad()
     def zero_(self) -> None:
-        """Begin again; buffers, counters and the set of seen parameters stay."""
+        """Zero the sums and counters in place; the set of seen parameters stays."""
         if self.sums:
             torch._foreach_zero_([*self.sums.values(), *self._steps.values()])
 
     @torch.no_grad()
     def restore(self, sums: Mapping[str, Tensor], steps: Sequence[float]) -> None:
-        """Take over saved sums and the step counts beside them, in place; everything else becomes zero."""
+        """Load saved sums and their step counts in place; everything else becomes zero."""
         self.zero_()
         self._together.clear()
         self.seen = dict.fromkeys(sums)
@@ -241,154 +210,3 @@ class BatchFisher:
             by_count.setdefault(count, []).append(name)
         for count, names in by_count.items():
             self.counter(names).fill_(count)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """BatchNorm on its running statistics and dropout off; every module's own mode comes back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-class _Closure(nn.Module):
-    """Lets functional_call swap a model's parameters under a function that closes over the model."""
-
-    def __init__(self, model: nn.Module, function: LossFunction) -> None:
-        super().__init__()
-        self.model = model
-        # In a tuple, since a function that is a module itself must not be registered: its parameters would be
-        # swapped twice and not come back.
-        self._functions = (function,)
-
-    def forward(self, batch: Any) -> Tensor:
-        return self._functions[0](batch)
-
-
-def _samples(batch: Any) -> int:
-    shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(batch)]
-    sizes = {shape[0] if isinstance(shape, tuple) and shape else None for shape in shapes}
-    size = sizes.pop() if len(sizes) == 1 else None
-    if size is None:
-        raise ValueError(
-            "a batch must be a tensor, or tensors in tuples, lists or dicts, all with one sample a row; "
-            f"this one holds the shapes or values {shapes}"
-        )
-    return int(size)
-
-
-def squared_gradients(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
-    parameters: Mapping[str, Tensor],
-    *,
-    kind: Kind,
-    kernels: Collection[str] = (),
-    generator: torch.Generator | None = None,
-    chunk_size: int = 16,
-) -> tuple[dict[str, Tensor], int]:
-    """Sums of squared gradients over one batch, and over how many terms they run (`batch`: 1, else samples).
-
-    loss_fn(batch) calls the model itself (the plain module, not a compiled or DDP wrapper of it) and returns
-
-    - `batch`: the batch's loss, a scalar;
-    - `sample`: the same; it is called on batches of one sample;
-    - `exact`, `sampled`: the logits, (samples, classes), whose softmax is the model's distribution of labels.
-
-    The last three run under torch.vmap over chunks of `chunk_size` samples (memory: that many gradients of the
-    whole model), with the model in evaluation mode, as `batch` is here. `sampled` draws from `generator`.
-    """
-    check_choice("kind", kind, Kind)
-    if kind == "sampled" and generator is None:
-        raise ValueError("kind='sampled' draws labels: pass a torch.Generator on the model's device")
-    bare = unwrap(model)
-    raw_names = {id(parameter): name for name, parameter in bare.named_parameters()}
-    raw = {name: f"model.{raw_names[id(parameter)]}" for name, parameter in parameters.items()}
-    closure = _Closure(bare, loss_fn)
-    values = {name: parameter.detach() for name, parameter in parameters.items()}
-
-    def call(values: Mapping[str, Tensor], batch: Any) -> Tensor:
-        return functional_call(closure, {raw[name]: value for name, value in values.items()}, (batch,))  # type: ignore[no-any-return]
-
-    def squares(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: _square(gradient.to(state_dtype(gradient)), name in kernels) for name, gradient in gradients.items()
-        }
-
-    # Outside no_grad the parameters not differentiated here would keep an autograd graph alive.
-    with evaluation_mode(bare), torch.no_grad():
-        if kind == "batch":
-            return squares(grad(call)(values, batch)), 1
-
-        def log_probabilities(values: Mapping[str, Tensor], sample: Any) -> Tensor:
-            return call(values, tree_map(lambda leaf: leaf.unsqueeze(0), sample))[0].log_softmax(-1)
-
-        def of_loss(sample: Any, label: Tensor) -> dict[str, Tensor]:
-            def loss(values: Mapping[str, Tensor]) -> Tensor:
-                return call(values, tree_map(lambda leaf: leaf.unsqueeze(0), sample)).reshape(())
-
-            return squares(grad(loss)(values))
-
-        def of_label(sample: Any, label: Tensor) -> dict[str, Tensor]:
-            def loss(values: Mapping[str, Tensor]) -> Tensor:
-                return -log_probabilities(values, sample).gather(-1, label).reshape(())
-
-            return squares(grad(loss)(values))
-
-        def of_every_label(sample: Any, label: Tensor) -> dict[str, Tensor]:
-            result: Any = vjp(lambda values: log_probabilities(values, sample), values)
-            output, backward = result
-            total: dict[str, Tensor] = {}
-            choices = torch.eye(output.shape[-1], dtype=output.dtype, device=output.device)
-            for choice, probability in zip(choices, output.exp(), strict=True):
-                for name, square in squares(backward(choice)[0]).items():
-                    total[name] = total.get(name, 0.0) + probability * square
-            return total
-
-        term = {"sample": of_loss, "sampled": of_label, "exact": of_every_label}[kind]
-        samples = _samples(batch)
-        sums: dict[str, Tensor] = {}
-        for start in range(0, samples, chunk_size):
-            chunk = tree_map(lambda leaf, start=start: leaf[start : start + chunk_size], batch)
-            size = min(chunk_size, samples - start)
-            device = next(iter(values.values())).device
-            labels = torch.zeros((size, 1), dtype=torch.int64, device=device)
-            if kind == "sampled":
-                labels = torch.multinomial(loss_fn(chunk).float().softmax(-1), 1, generator=generator)
-            for name, square in vmap(term)(chunk, labels).items():
-                sums[name] = sums.get(name, 0.0) + square.sum(0)
-        return sums, samples
-
-
-def estimate(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    batches: Iterable[Any],
-    *,
-    kind: Kind = "batch",
-    structure: Structure = "diagonal",
-    parameters: Mapping[str, Tensor] | None = None,
-    generator: torch.Generator | None = None,
-    chunk_size: int = 16,
-) -> dict[str, Tensor]:
-    """F over the batches, by parameter name, with the model in evaluation mode and left as it was.
-
-    `parameters` defaults to all that require gradients; loss_fn is that of `squared_gradients`.
-    """
-    check_choice("structure", structure, Structure)
-    if parameters is None:
-        parameters = {name: p for name, p in float_parameters(model).items() if p.requires_grad}
-    kernels = kernel_names(model) if structure == "kernel" else frozenset()
-    fisher = BatchFisher(parameters, kernels)
-    for batch in batches:
-        squares, count = squared_gradients(
-            model, loss_fn, batch, parameters,
-            kind=kind, kernels=kernels, generator=generator, chunk_size=chunk_size,
-        )  # fmt: skip
-        fisher.add(squares, count)
-    return fisher.mean()

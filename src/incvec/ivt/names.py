@@ -1,4 +1,4 @@
-"""Which tensors there are: parameters by name, and the shape and dtype of what is kept for each."""
+"""Parameters by name, and the shape and dtype of the state stored for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def float_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Floating-point parameters under names that no compilation or DDP wrapper changes."""
+    """Floating-point parameters by name, without the prefixes of compile or DDP wrappers."""
     return {
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in unwrap(model).named_parameters()
@@ -27,7 +27,7 @@ def float_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def kernel_names(model: nn.Module) -> frozenset[str]:
-    """Names of the convolution weights that have a block for each kernel slice in the `kernel` structure."""
+    """Names of the convolution weights that have one block per kernel slice in the `kernel` structure."""
     names: set[str] = set()
     for prefix, module in unwrap(model).named_modules():
         weight = module._parameters.get("weight")
@@ -38,7 +38,7 @@ def kernel_names(model: nn.Module) -> frozenset[str]:
 
 
 def state_dtype(parameter: Tensor) -> torch.dtype:
-    """float32, or the parameter's own dtype where wider: squares of half-precision gradients underflow."""
+    """float32, or the parameter's dtype if wider: squares of half-precision gradients underflow."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
@@ -51,17 +51,14 @@ def fisher_shape(parameter: Tensor, kernel: bool) -> torch.Size:
 
 
 def grown(name: str, old: Tensor, parameter: Tensor, kernel: bool) -> Tensor:
-    """Fbar for the parameter as it is now: padded with zeros on dimension 0.
-
-    A row without a past has Fbar = 0, hence S = 1.
-    """
+    """Fbar padded with zeros on dimension 0 to the parameter's present shape. New rows have Fbar = 0, hence S = 1."""
     shape = fisher_shape(parameter, kernel)
     if old.shape == shape:
         return old
     if not shape or old.dim() != len(shape) or old.shape[1:] != shape[1:] or old.shape[0] > shape[0]:
         raise ValueError(
-            f"parameter {name!r} now needs a Fisher of shape {tuple(shape)}, but the tasks before left one of shape "
-            f"{tuple(old.shape)}; only rows added at the end of dimension 0 can be followed: "
+            f"parameter {name!r} now needs a Fisher of shape {tuple(shape)}, but earlier tasks left one of shape "
+            f"{tuple(old.shape)}; only rows appended to dimension 0 are supported: "
             "give a parameter of another shape a new name"
         )
     padded = old.new_zeros(shape)

@@ -1,6 +1,6 @@
-"""IVT: anchor, cumulative Fisher, schedule, state.
+"""The plug-in: anchor, cumulative Fisher, schedule and state of Increment Vector Transformation.
 
-    ivt = IVT(model, optimizer, interval=10)
+    ivt = IVT(model, interval=10)
     for task in tasks:
         ...                                      # grow the model, make this task's optimizer
         ivt.begin_task(optimizer=optimizer)      # anchor <- theta
@@ -9,9 +9,9 @@
             ivt.end_epoch()                      # F_t; every interval-th epoch: theta <- anchor + S (theta - anchor)
         ivt.end_task()                           # Fbar_t = Fbar_{t-1} + F_t
 
-Memory: the anchor, Fbar and F, three times the trained parameters in float32 (CLIP ViT-B/16 with its 150 million: 3 x
-0.6 GB). With memory="host" the first two lie in host memory, and only F, 0.6 GB, on the device. A step adds squares to
-F in place; nothing in a step, an epoch's end or a diagonal teleport waits for the device.
+Memory: the anchor, Fbar and F, three times the trained parameters in float32 (CLIP ViT-B/16 with its 150 million
+parameters: 3 x 0.6 GB). With memory="host" the anchor and Fbar are in host memory, and only F is on the device. A step
+adds squares to F in place. Steps, ends of epochs and diagonal teleports never synchronize with the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .fisher import BatchFisher, Kind, LossFunction, Structure, capturing, check_choice, squared_gradients
+from .fisher import BatchFisher, Structure, capturing, check_choice
 from .names import fisher_shape, float_parameters, grown, kernel_names, state_dtype, unwrap
 from .state import State, check_fits, pack, unpack
 from .transform import ReportRow, block_teleport_, report_rows, teleport_
@@ -37,21 +37,20 @@ Memory = Literal["device", "host"]
 class IVT:
     """Increment Vector Transformation (https://arxiv.org/abs/2509.21898, Algorithm 1) for any training loop.
 
-    model: what is teleported. Parameters are known by name; a compiled, DP or DDP wrapper is looked through.
-    optimizers: whose steps to listen to; `begin_task(optimizer=...)` replaces them. F takes the parameters in
-        their groups and no others, one square for each step, gradients as the optimizer sees them (after
-        clipping, accumulation and all-reduce, unscaled, without its weight decay).
-    interval: epochs between teleports; None: only where `teleport()` is called.
-    structure: "diagonal", or "kernel" for a block for each convolution kernel slice (F and Fbar then hold k*k
-        numbers a weight there, and a teleport solves one k*k system a slice).
-    fisher: "batch" is the paper's estimator, from the steps themselves. "sample", "exact" and "sampled" are fed
-        by `observe` instead; `incvec.ivt.fisher` states their cost.
-    optimizer_state: "keep", or "reset" to zero the state of teleported parameters (momentum, Adam's moments and
-        step) at each teleport.
-    memory: "device" keeps the anchor and Fbar beside the parameters; "host" in host memory (pinned where those are on a
-        GPU), from where a teleport streams them in pieces. The same bits either way; begin_task() and end_task() wait
-        for the device then.
-    listen: False registers no hook: the host calls `accumulate` itself, before each step.
+    Args:
+        model: the module to teleport. Parameters are identified by name; compiled, DP and DDP wrappers are unwrapped.
+        optimizers: the optimizers whose steps are counted; `begin_task(optimizer=...)` replaces them. F covers the
+            parameters in their groups and no others. Each step adds one square per parameter, of the gradient that
+            the optimizer sees (after clipping, accumulation and all-reduce, unscaled, without weight decay).
+        interval: epochs between teleports. None: only when `teleport()` is called.
+        structure: "diagonal", or "kernel" for one block per convolution kernel slice. F and Fbar then have k*k numbers
+            per weight, and a teleport solves one k*k system per slice.
+        optimizer_state: "keep", or "reset" to zero the state of teleported parameters (momentum, Adam's moments and
+            step) at each teleport.
+        memory: "device" keeps the anchor and Fbar beside the parameters. "host" keeps them in host memory (pinned if
+            the parameters are on a GPU), and a teleport streams them in pieces. The result is the same bit for bit;
+            begin_task() and end_task() then synchronize with the device.
+        listen: False registers no hook; the host calls `accumulate` before each step.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class IVT:
         *optimizers: Optimizer,
         interval: int | None = 10,
         structure: Structure = "diagonal",
-        fisher: Kind = "batch",
         optimizer_state: OptimizerState = "keep",
         memory: Memory = "device",
         listen: bool = True,
@@ -68,14 +66,12 @@ class IVT:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         check_choice("structure", structure, Structure)
-        check_choice("fisher", fisher, Kind)
         check_choice("optimizer_state", optimizer_state, OptimizerState)
         check_choice("memory", memory, Memory)
         if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
             raise ValueError(f"interval={interval!r}: give a number of epochs from 1 up, or None for no schedule")
         self.interval = interval
         self.structure = structure
-        self.kind = fisher
         self.optimizer_state = optimizer_state
         self.memory = memory
         self.listen = listen
@@ -96,7 +92,7 @@ class IVT:
         self._statistics: list[tuple[str, int, Tensor]] = []
         self.attach(*optimizers)
 
-    # What is known of the model and its optimizers
+    # The model and its optimizers
 
     @property
     def task(self) -> int:
@@ -124,7 +120,7 @@ class IVT:
         return {name: self._fisher.sums[name] for name in self._fisher.seen}
 
     def attach(self, *optimizers: Optimizer) -> None:
-        """Listen to these optimizers' steps and to no others."""
+        """Count the steps of these optimizers and of no others."""
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(
@@ -133,11 +129,12 @@ class IVT:
                 )
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         self._optimizers = optimizers
-        listening = optimizers if self.listen and self.kind == "batch" else ()
-        self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in listening]
+        if self.listen:
+            self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
-    def _look_at_model(self) -> None:
+    def _read_parameters(self) -> None:
         self._parameters = float_parameters(self._model)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._kernels = kernel_names(self._model) if self.structure == "kernel" else frozenset()
@@ -155,13 +152,13 @@ class IVT:
 
     @torch.no_grad()
     def begin_task(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Anchor the parameters as they are now: call it once the model has grown and been initialized.
+        """Anchor the parameters at their present values. Call it after the model has grown and been initialized.
 
-        optimizer: this task's optimizer or optimizers, in place of those known so far. Without any, all
-        parameters that require gradients are the task's, and the host calls `accumulate`.
+        optimizer: this task's optimizer or optimizers, replacing the previous ones. Without any, all
+        parameters that require gradients are trained by the task, and the host calls `accumulate`.
 
-        Fbar follows the names: new parameters have none, rows that were added to dimension 0 have zeros, what
-        vanished is dropped.
+        Fbar is matched by name: new parameters have none, rows added to dimension 0 have zeros, and the Fbar of
+        removed parameters is dropped.
         """
         if self._in_task:
             raise RuntimeError(
@@ -172,7 +169,7 @@ class IVT:
             self.attach(*([optimizer] if isinstance(optimizer, Optimizer) else optimizer))
         if self.optimizer_state == "reset" and not self._optimizers:
             raise ValueError("optimizer_state='reset' needs to know the optimizer: begin_task(optimizer=...)")
-        self._look_at_model()
+        self._read_parameters()
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         if self._optimizers:
             trained = self._trained(self._optimizers)
@@ -206,17 +203,17 @@ class IVT:
             self._anchor[name] = self._placed(value.to(state_dtype(value), copy=True), value.device)
 
     def _placed(self, value: Tensor, device: torch.device) -> Tensor:
-        """The tensor where the anchor and Fbar of a parameter on `device` live; itself where it is there already."""
+        """The tensor moved to where the anchor and Fbar of a parameter on `device` are stored."""
         if self.memory == "device":
             return value.to(device)
         pinned = device.type == "cuda"
         if value.device.type == "cpu" and value.is_pinned() == pinned:
             return value
-        # A copy that waits: nobody has to ask later whether it has arrived.
+        # A blocking copy: no later code has to wait for it.
         return torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned).copy_(value)
 
     def begin_epoch(self) -> None:
-        """Set the epoch's sums to zero. Optional: the first step after `end_epoch` does it too.
+        """Set the epoch's sums to zero. Optional: the first step after `end_epoch` does the same.
 
         A host that replays a captured CUDA graph runs no Python in its steps, so it calls this before each
         epoch. Calling it again before a step changes nothing.
@@ -237,7 +234,7 @@ class IVT:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step(closure) computes its gradients after IVT has looked at them; "
+                f"{type(optimizer).__name__}.step(closure) computes its gradients after IVT has read them; "
                 "call backward() yourself and then step() without a closure"
             )
         self.accumulate(
@@ -254,17 +251,15 @@ class IVT:
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Add the squares of `.grad` to F and count one step. The hook calls it; so may a host without hooks.
+        """Add the squares of `.grad` to F and count one step. Called by the hook, or by a host without hooks.
 
-        parameters: those that step now, by default all the task's. Others than the model's are passed over; one
-        that was frozen when the task began joins with its present value as its anchor.
+        parameters: those that step now, by default all of the task's. Parameters of other models are ignored. One
+        that was frozen at begin_task() is added with its present value as its anchor.
 
         Capturable in a CUDA graph after one call outside it with the same parameters: in-place operations on
         existing buffers, no synchronization. grad_scale, found_inf: see `BatchFisher.accumulate`.
         """
         self._require_task("accumulate()")
-        if self.kind != "batch":
-            raise RuntimeError(f"fisher={self.kind!r} is fed by observe(loss_fn, batch), not by gradients of steps")
         self._open_epoch()
         if parameters is None:
             parameters = [self._parameters[name] for name in self._anchor]
@@ -277,35 +272,6 @@ class IVT:
                 self._admit({name: parameter})
             named.append((name, parameter))
         self._fisher.accumulate(named, grad_scale=grad_scale, found_inf=found_inf)
-
-    def observe(
-        self,
-        loss_fn: LossFunction,
-        batch: Any,
-        *,
-        generator: torch.Generator | None = None,
-        chunk_size: int = 16,
-    ) -> None:
-        """Feed the estimators "sample", "exact" and "sampled" with one batch, at the parameters of this moment.
-
-        loss_fn(batch) calls the model (the plain module): for "sample" it returns the loss of a batch of one
-        sample, for "exact" and "sampled" the logits (samples, classes). batch holds tensors with one sample a
-        row. The model is in evaluation mode for the call, so BatchNorm uses its running statistics.
-
-        F_t is the mean over all samples observed in the epoch. Cost, in forwards and backwards of the batch:
-        "sample" 1 + 1, "sampled" 2 + 1 (draws from `generator`), "exact" 1 + the number of classes; memory for
-        `chunk_size` gradients of the model. Observing the epochs that end in a teleport is enough.
-        """
-        self._require_task("observe()")
-        if self.kind == "batch":
-            raise RuntimeError("fisher='batch' listens to the optimizer; observe() is for sample, exact and sampled")
-        self._open_epoch()
-        parameters = {name: self._parameters[name] for name in self._anchor}
-        squares, count = squared_gradients(
-            self._model, loss_fn, batch, parameters,
-            kind=self.kind, kernels=self._kernels, generator=generator, chunk_size=chunk_size,
-        )  # fmt: skip
-        self._fisher.add(squares, count)
 
     def _finalize(self) -> None:
         if not self._finalized:
@@ -332,12 +298,12 @@ class IVT:
     def teleport(self, leave: tuple[str, ...] = (), towards: Mapping[str, Tensor] | None = None) -> bool:
         """theta <- anchor + S (theta - anchor), in place, by this epoch's F_t. Returns whether anything moved.
 
-        The schedule calls it; so may the user. In the middle of an epoch it closes the epoch's sums, and the
-        next step begins new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
+        Called by the schedule or by the user. In the middle of an epoch it finalizes the epoch's sums, and the next
+        step starts new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
 
-        leave: parameters whose names begin so stay where they are; their F is collected all the same.
-        towards: by name, what stands in for the anchor this time: for a host that has told a parameter in other units,
-        which are the units of `report` then.
+        leave: prefixes of parameter names that are not teleported; their F is collected all the same.
+        towards: values by name that replace the anchor for this teleport, for a host that has rescaled a parameter.
+        `report` then uses the rescaled units.
         """
         self._require_task("teleport()")
         self._finalize()
@@ -375,10 +341,10 @@ class IVT:
 
     @torch.no_grad()
     def set_fisher(self, fisher: Mapping[str, Tensor]) -> None:
-        """Take F_t of the current task from elsewhere (say, from a saved base model) instead of from its steps.
+        """Set F_t of the current task, for example from a saved base model, instead of collecting it from steps.
 
-        It stands as if it were the mean of an epoch just ended: `teleport` and `end_task` use it, and a further
-        step would begin a new epoch in its place.
+        It is treated as the mean of an epoch that just ended: `teleport` and `end_task` use it, and a further step
+        starts a new epoch.
         """
         self._require_task("set_fisher()")
         unknown = sorted(set(fisher) - set(self._parameters))
@@ -396,19 +362,19 @@ class IVT:
 
     @torch.no_grad()
     def end_task(self) -> None:
-        """Fbar_t = Fbar_{t-1} + F_t. Waits for the device once, to see that there were steps at all."""
+        """Fbar_t = Fbar_{t-1} + F_t. Synchronizes with the device once, to check that there were steps."""
         self._require_task("end_task()")
         self._finalize()
         if not any(self._fisher.counts().values()):
             raise RuntimeError(
-                f"task {self._task} ends without a step that IVT has seen. Give begin_task(optimizer=...) the "
-                "optimizer that steps (a deep copy of one loses its hooks), or call accumulate() or observe() "
+                f"task {self._task} ends without any step seen by IVT. Give begin_task(optimizer=...) the "
+                "optimizer that steps (a deep copy of one loses its hooks), or call accumulate() "
                 "yourself; set_fisher() takes an F computed elsewhere"
             )
         for name in self._fisher.seen:
             fresh, past = self._fisher.sums[name], self._cumulative.get(name)
             if past is None:
-                # A copy: a captured step that is replayed once more adds into the sums themselves.
+                # A copy: replaying a captured step once more would add to the sums themselves.
                 self._cumulative[name] = self._placed(fresh.clone(), fresh.device)
             else:
                 past.add_(fresh.to(past.device))
@@ -416,14 +382,14 @@ class IVT:
         self._fisher = BatchFisher({})
         self._in_task = self._finalized = False
 
-    # Looking back, saving, going on
+    # Report and state
 
     def report(self) -> list[ReportRow]:
-        """What the last teleport did, one row a tensor. Waits for the device."""
+        """Statistics of the last teleport, one row per tensor. Synchronizes with the device."""
         return report_rows(self._statistics)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything to go on from, as a flat mapping of contiguous copies; see `incvec.ivt.state`."""
+        """Everything needed to resume, as a flat mapping of contiguous copies; see `incvec.ivt.state`."""
         fisher, counts = self.fisher, self._fisher.counts()
         return pack(
             State(
@@ -440,13 +406,13 @@ class IVT:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken; the model must have grown to that task. No begin_task() follows.
+        """Resume from a `state_dict`. The model must have grown to that task; do not call begin_task() again for it.
 
-        Whose steps to listen to is not part of the state: give the optimizer to IVT(...) or `attach`. Buffers that
-        fit are written in place, so a captured CUDA graph stays valid.
+        The optimizers are not part of the state: pass them to IVT(...) or `attach`. Buffers of the right shape
+        are written in place, so a captured CUDA graph stays valid.
         """
         saved = unpack(state)
-        self._look_at_model()
+        self._read_parameters()
         check_fits(saved, self._parameters, self._kernels)
         self._cumulative = {n: self._stored(n, v, self._cumulative) for n, v in saved.cumulative.items()}
         self._anchor = {n: self._stored(n, v, self._anchor) for n, v in saved.anchor.items()}
@@ -456,11 +422,11 @@ class IVT:
         self._fisher.restore(saved.fisher, saved.steps.tolist())
         self._task, self._epoch = saved.task, saved.epoch
         self._in_task, self._finalized = saved.in_task, saved.epoch_finalized
-        self._stepless = saved.epoch_finalized  # an epoch had ended: nothing has stepped since
+        self._stepless = saved.epoch_finalized  # no step since the end of that epoch
         self._statistics = []
 
     def _stored(self, name: str, value: Tensor, present: Mapping[str, Tensor]) -> Tensor:
-        """The saved value in the buffer that is there, or in a new one where it belongs."""
+        """The saved value, in the existing buffer if it fits, else in a new one."""
         parameter = self._parameters.get(name)
         near = torch.device("cpu") if parameter is None else parameter.device
         device = near if self.memory == "device" else torch.device("cpu")

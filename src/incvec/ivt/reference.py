@@ -1,7 +1,7 @@
-"""Algorithm 1 of the paper, written out literally in float64. Slow and plain: the tests hold `IVT` to it.
+"""Algorithm 1 of the paper, verbatim, in float64. Slow and plain: the tests compare `IVT` with it.
 
-Parameters are a dict of tensors by name. A head grows by rows appended to dimension 0, or by new names; where the
-past knows nothing, its cumulative Fisher is 0.
+Parameters are a dict of tensors by name. A head grows by rows appended to dimension 0, or by new names. The cumulative
+Fisher of new parameters and rows is 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Theta = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ReferenceTask:
-    """A task as Algorithm 1 sees it."""
+    """The input of Algorithm 1 for one task."""
 
     initialize: Callable[[Theta], Theta]  # theta_t^(1) from theta_{t-1}: grown, new rows initialized
     epochs: Sequence[Sequence[Any]]  # the mini-batches of each epoch

@@ -1,4 +1,4 @@
-"""IVT's state as a flat mapping of tensors, which a safetensors file takes as it is, and back."""
+"""IVT's state as a flat mapping of tensors, which can be saved as a safetensors file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .names import fisher_shape
 
 _PARTS = ("anchor", "cumulative", "fisher")
 _COUNTERS = ("task", "epoch", "in_task", "epoch_finalized")
+_RENAMED = {"epoch_finalised": "epoch_finalized"}  # keys of states saved by earlier versions
 
 
 @dataclass
 class State:
-    """`steps` holds a number for each name in `fisher`, in sorted order: how many steps are in its sum."""
+    """`steps[i]` is the number of steps in the sum of the i-th name of `fisher`, in sorted order."""
 
     task: int = 0
     epoch: int = 0
@@ -42,7 +43,8 @@ def pack(state: State) -> dict[str, Tensor]:
 
 
 def unpack(packed: Mapping[str, Tensor]) -> State:
-    """The inverse of `pack`; anything that is not such a mapping is refused."""
+    """The inverse of `pack`; raises KeyError or ValueError for any other mapping."""
+    packed = {_RENAMED.get(key, key): value for key, value in packed.items()}
     missing = [key for key in ("steps", *_COUNTERS) if key not in packed]
     parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
     unknown = []
@@ -53,10 +55,10 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
         elif key != "steps" and key not in _COUNTERS:
             unknown.append(key)
     if missing or unknown:
-        raise KeyError(f"this is no state of IVT: missing {missing}, unknown {unknown[:5]}")
+        raise KeyError(f"this is not a state of IVT: missing {missing}, unknown {unknown[:5]}")
     steps = packed["steps"]
     if len(steps) != len(parts["fisher"]):
-        raise ValueError(f"the state counts steps of {len(steps)} tensors, but holds {len(parts['fisher'])} sums")
+        raise ValueError(f"the state has step counts for {len(steps)} tensors, but {len(parts['fisher'])} sums")
     return State(
         task=int(packed["task"]),
         epoch=int(packed["epoch"]),
@@ -70,7 +72,7 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
 
 
 def check_fits(state: State, parameters: Mapping[str, Tensor], kernels: Collection[str]) -> None:
-    """Refuse the state of a task whose model was another; between tasks the next begin_task() sees to that."""
+    """Refuse a mid-task state of a different model; between tasks, the next begin_task() checks that."""
     if not state.in_task:
         return
     for part in _PARTS:

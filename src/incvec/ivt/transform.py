@@ -9,9 +9,9 @@ with the complement, the pull towards the anchor,
 
     P = 1 - S = A / (2A + F) = 1 / (2 + F / A),    theta <- theta - P (theta - anchor)
 
-because it makes "S = 1" exact: where A = 0, P is 0 and the parameter keeps every bit. The last form needs no
-epsilon and neither over- nor underflows: F / A may become infinite (P = 0) or zero (P = 1/2), both the right
-limits. Only A = 0 is set apart, and there P = 0: a weight the past knows nothing about is never moved.
+because it makes "S = 1" exact: if A = 0, then P = 0 and the parameter keeps every bit. The last form needs no
+epsilon and neither over- nor underflows: F / A may become infinite (P = 0) or zero (P = 1/2), both the correct
+limits. Only A = 0 is a special case, and there P = 0: a weight without Fisher from earlier tasks is never moved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 RIDGE = 1e-6
-"""Added to a kernel block's diagonal, as a share of its trace: above the rounding of float32 sums."""
+"""Added to a kernel block's diagonal, as a fraction of its trace: above the rounding of float32 sums."""
 
 _CHUNK_ELEMENTS = 1 << 24  # transient memory of a teleport: a few tensors of this many elements
 _CHUNK_BLOCKS = 1 << 16
@@ -36,15 +36,14 @@ def _check_shapes(**tensors: Tensor) -> None:
 
 
 def pull(fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
-    """P = A / (2A + F), element by element: the share of the way back to the anchor, in [0, 1/2]."""
+    """P = A / (2A + F), elementwise: the fraction of the increment that is removed, in [0, 1/2]."""
     return torch.where(fisher_prev > 0, 1 / (2 + fisher_new / fisher_prev), 0.0)
 
 
 def scale(fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
     """S = Fbar_t / (Fbar_{t-1} + Fbar_t) from Fbar_{t-1} and F_t, as a new tensor.
 
-    In [1/2, 1]: 1 where the past has no say (Fbar_{t-1} = 0, also at 0/0), 1/2 where the new task has none
-    (F_t = 0).
+    In [1/2, 1]: 1 if Fbar_{t-1} = 0 (also at 0/0), 1/2 if F_t = 0.
     """
     _check_shapes(fisher_prev=fisher_prev, fisher_new=fisher_new)
     return 1 - pull(fisher_prev, fisher_new)
@@ -62,16 +61,16 @@ def block_pull(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) ->
     """P = I - S for stacks of matrices of shape (..., n, n), in float64.
 
     S = (A + Fbar_t + r I)^{-1} (Fbar_t + r I), the ridge r in numerator and denominator alike, so that
-    P = (2A + F + r I)^{-1} A: directions neither task has seen are kept (S = 1) instead of being drawn from
+    P = (2A + F + r I)^{-1} A: directions that no task has seen are kept (S = 1) instead of depending on
     rounding errors. r is `ridge` times the trace of A + Fbar_t. A block of zeros has S = I.
     """
     prev, both = fisher_prev.double(), 2 * fisher_prev.double() + fisher_new.double()
     trace = both.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     some = trace > 0
-    unit = torch.where(some, trace, 1.0)  # both sides are divided by it: the squares may be as small as they like
+    unit = torch.where(some, trace, 1.0)  # both sides are divided by it, so that tiny squares do not underflow
     prev, both = prev / unit, both / unit
     both.diagonal(dim1=-2, dim2=-1).add_(torch.where(some, ridge, 1.0)[..., 0])
-    # solve_ex leaves its error flag on the device; solve would wait for it.
+    # solve_ex leaves its error flag on the device; solve would synchronize.
     solution: Tensor = torch.linalg.solve_ex(both, prev).result
     return solution
 
@@ -84,7 +83,7 @@ def block_scale(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) -
 
 
 def _chunks(parameters: Sequence[Tensor], anchors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of tensors to handle together: one device and dtype of the sums, a bounded number of elements."""
+    """Indices of tensors to process together: one device and dtype of the sums, a bounded number of elements."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, (parameter, anchor) in enumerate(zip(parameters, anchors, strict=True)):
         groups.setdefault((parameter.device, anchor.dtype), []).append(index)
@@ -107,13 +106,13 @@ def teleport_(
     fisher_prev: Sequence[Tensor],
     fisher_new: Sequence[Tensor],
 ) -> list[Tensor]:
-    """The diagonal teleport of many tensors in place; what it measures of each, left on the device.
+    """The diagonal teleport of many tensors in place. Returns statistics of each, left on the device.
 
-    That is, in this order: the sum of the pull, the distances to the anchor before and after (2-norms), and the sums
+    They are, in this order: the sum of the pull, the distances to the anchor before and after (2-norms), and the sums
     of the new and the previous Fisher.
 
-    Tensors travel in flat chunks, so that a network of a hundred small tensors costs a handful of kernels. Anchors and
-    Fishers that lie elsewhere (in host memory) are brought to the parameters' device chunk by chunk.
+    Tensors are concatenated in flat chunks, so that a network of a hundred small tensors needs few kernels. Anchors and
+    Fishers in host memory are copied to the parameters' device chunk by chunk.
     """
     statistics = [torch.empty(0)] * len(parameters)
     for chunk in _chunks(parameters, anchors):
@@ -139,10 +138,10 @@ def teleport_(
 
 @torch.no_grad()
 def block_teleport_(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
-    """The teleport of one convolution's weight with a block for each kernel slice, in place.
+    """The teleport of one convolution's weight with one block per kernel slice, in place.
 
-    parameter and anchor are (out, in, k, k), the Fishers (out, in, k*k, k*k). It measures what `teleport_` does; the
-    Fishers' sums are those of the diagonals.
+    parameter and anchor are (out, in, k, k), the Fishers (out, in, k*k, k*k). It returns the statistics of `teleport_`;
+    the Fishers' sums are those of the diagonals.
     """
     anchor, fisher_prev = (tensor.to(parameter.device, non_blocking=True) for tensor in (anchor, fisher_prev))
     side = fisher_prev.shape[-1]
@@ -177,11 +176,11 @@ class ReportRow(TypedDict):
     distance_after: float
     fisher_new: float  # mean of F_t
     fisher_prev: float  # mean of Fbar_{t-1}
-    ratio: float | None  # fisher_new / fisher_prev; None where the latter is 0
+    ratio: float | None  # fisher_new / fisher_prev; None if the latter is 0
 
 
 def report_rows(measured: Iterable[tuple[str, int, Tensor]]) -> list[ReportRow]:
-    """Names, numbers of elements and what teleports measured as rows to read. Waits for the device."""
+    """Statistics of teleports, with names and numbers of elements, as rows. Synchronizes with the device."""
     rows: list[ReportRow] = []
     for name, elements, statistics in measured:
         pulled, before, after, new, prev = statistics.tolist()

@@ -1,16 +1,17 @@
 """BiC: bias correction for large scale incremental learning (Wu et al., CVPR 2019, https://arxiv.org/abs/1905.13260).
 
-A classifier trained on many new images and few exemplars prefers the new classes. BiC trains in two stages. First
-the network, on new images and exemplars, with (1 - l) CE + l KD, l = old classes / classes seen, where KD compares
-with the old model's corrected outputs at T = 2 (eq. 1 to 3). Then, the network fixed, two numbers: the new
-classes' logits become alpha z + beta (eq. 4), fitted by cross-entropy on a balanced validation set that the network
-has not been trained on (eq. 5), with 0.05 beta^2 added as in the authors' code. Earlier tasks keep their alpha and
-beta for good; all corrections are part of the model and of its logits.
+A classifier trained on many new images and few exemplars prefers the new classes. BiC trains in two stages:
 
-The validation set takes 1 of 10 of a class's places in the memory: 2 of 20. It is drawn before the class is first
-trained on and never trained on later, as in FACIL (in PyCIL it is drawn anew at each task, from images the network
-may know, and its second stage applies the softmax twice; neither is done here). The oracle trains its first stage on
-all images but these, and fits the correction on these as ever.
+1. The network, on new images and exemplars, with (1 - l) CE + l KD, l = old classes / classes seen. KD compares with
+   the corrected outputs of the old model at T = 2 (eq. 1 to 3).
+2. With the network frozen, two numbers: the logits of the new classes become alpha z + beta (eq. 4). They are fitted
+   with cross-entropy on a balanced validation set (eq. 5), plus 0.05 beta^2 as in the authors' code.
+
+The corrections of earlier tasks stay fixed. All corrections are part of the model and of its logits.
+
+The validation set takes 1 of 10 places of a class in the memory: 2 of 20. It is drawn before the first training on the
+class and is never trained on, as in FACIL. (PyCIL draws it again for each task, from images the network may know, and
+its second stage applies the softmax twice.) The oracle trains its first stage on all images except these.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from incvec.config import Ints, TrainOptions
 from incvec.contracts import Batch, Group, Optimizer, Output, Schedule, Stage, Task, Terms, World
 from incvec.data.memory import extend
 from incvec.errors import ConfigError
-from incvec.methods.common import ExemplarMethod, distillation
-from incvec.nets import Backbone, Block, Classifier, Head, LinearHead
+from incvec.methods.common import ExemplarMethod, distillation_loss
+from incvec.nets import Backbone, Block, Classifier, Head
 
 
 class BiCOptions(TrainOptions):
     weight_decay: float = Field(2e-4, ge=0)
-    memory: int = Field(20, ge=2, description="exemplars a class, those of the validation set included")
+    memory: int = Field(20, ge=2, description="exemplars per class, including the validation set")
     temperature: float = Field(2.0, gt=0)
-    validation: float = Field(0.1, gt=0, lt=1, description="share of the memory that is held out, at least one a class")
+    validation: float = Field(0.1, gt=0, lt=1, description="share of the memory for validation; at least 1 per class")
     bias_epochs: int = Field(200, ge=1)
     bias_lr: float = Field(0.1, gt=0)
     bias_milestones: Ints = ()
-    bias_decay: float = Field(0.05, ge=0, description="weight of beta^2 where the correction is fitted")
+    bias_decay: float = Field(0.05, ge=0, description="weight of beta^2 in the second stage")
 
 
 class Correction(nn.Module):
@@ -54,7 +55,7 @@ class Correction(nn.Module):
 
 
 class CorrectedClassifier(Classifier):
-    """A classifier whose logits pass through one correction a task; that of the base task stays (1, 0)."""
+    """A classifier with one correction per task on its logits; that of the base task stays (1, 0)."""
 
     def __init__(self, backbone: Backbone, head: Head) -> None:
         super().__init__(backbone, head)
@@ -83,29 +84,26 @@ class BiC(ExemplarMethod):
     def __init__(self, options: BiCOptions, world: World) -> None:
         super().__init__(options, world)
         self.model = CorrectedClassifier(self.model.backbone, self.model.head).to(world.device)
-        self.quota(world.tasks[-1].n_seen)  # refused here, where the memory will be too small
+        self.quota(world.tasks[-1].n_seen)  # raises if the memory will be too small
 
-    def make_head(self, width: int) -> Head:
-        return LinearHead(width)
+    # Memory and validation set --------------------------------------------------------------------------
 
-    # The memory, and what of it is held out ---------------------------------------------------------------
-
-    def held_out(self, n_seen: int) -> int:
-        """Images of each class in the validation set."""
+    def n_validation(self, n_seen: int) -> int:
+        """Validation images per class."""
         return max(1, round(self.options.validation * super().quota(n_seen)))
 
     def quota(self, n_seen: int) -> int:
-        """Exemplars of each class that are trained on."""
-        total, held = super().quota(n_seen), self.held_out(n_seen)
+        """Exemplars per class, without the validation set."""
+        total, held = super().quota(n_seen), self.n_validation(n_seen)
         if held >= total:
             raise ConfigError(
-                f"bic has {total} exemplar(s) a class for {n_seen} classes and holds out {held} of them, so none is "
-                "left to train on: raise bic.memory or bic.memory_total, or lower bic.validation."
+                f"bic has {total} exemplar(s) per class for {n_seen} classes and holds out {held} for validation: none "
+                "is left to train on. Raise bic.memory or bic.memory_total, or lower bic.validation."
             )
         return total - held
 
     def rows_of(self, classes: Sequence[int]) -> Tensor:
-        """All rows of the classes but those of the validation set."""
+        """Rows of the classes, without the validation set."""
         rows = super().rows_of(classes)
         held = self.store.get("validation")
         return rows if held is None else rows[~torch.isin(rows, held)]
@@ -114,12 +112,12 @@ class BiC(ExemplarMethod):
         """Draw the validation images of the new classes."""
         rows = self.rows_of(task.classes)
         labels = self.world.train.labels[rows] - task.first
-        chance = torch.rand(len(rows), generator=self.world.generator, device=rows.device, dtype=torch.float64)
-        mixed = rows[(labels + chance).argsort()]  # class by class, each in random order
+        noise = torch.rand(len(rows), generator=self.world.generator, device=rows.device, dtype=torch.float64)
+        shuffled = rows[(labels + noise).argsort()]  # sorted by class, in random order within each class
         counts = torch.bincount(labels, minlength=task.n_new)
-        held = self.held_out(task.n_seen)
-        places = (counts.cumsum(0) - counts)[:, None] + torch.arange(held, device=rows.device)
-        self.store["validation"] = extend(self.store.get("validation"), mixed[places], held)
+        held = self.n_validation(task.n_seen)
+        positions = (counts.cumsum(0) - counts)[:, None] + torch.arange(held, device=rows.device)
+        self.store["validation"] = extend(self.store.get("validation"), shuffled[positions], held)
 
     # Stages ---------------------------------------------------------------------------------------------
 
@@ -140,7 +138,7 @@ class BiC(ExemplarMethod):
         )
         return [main, bias]
 
-    def trained(self, task: Task) -> tuple[str, ...]:
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
         return ("model.backbone", "model.head")
 
     def begin_stage(self, task: Task, stage: Stage) -> Tensor:
@@ -149,15 +147,14 @@ class BiC(ExemplarMethod):
     def loss(self, batch: Batch) -> Terms:
         logits = self.model(batch.images).logits
         ce = F.cross_entropy(logits, batch.labels)
-        if self.teacher is None:
+        if (old := self.teacher_output(batch.images)) is None:
             return {"ce": ce}
-        with torch.no_grad():
-            old = self.teacher(batch.images).logits
         share = self.task.n_old / self.task.n_seen
-        return {"ce": (1 - share) * ce, "distil": share * distillation(logits, old, self.options.temperature)}
+        kd = distillation_loss(logits, old.logits, self.options.temperature)
+        return {"ce": (1 - share) * ce, "distil": share * kd}
 
     def correction_loss(self, batch: Batch) -> Terms:
-        """Cross-entropy of the corrected logits; only the newest alpha and beta are trained (eq. 5)."""
+        """Cross-entropy of the corrected logits; only alpha and beta of the current task are trained (eq. 5)."""
         newest = self.model.corrections[self.task.index]
         assert isinstance(newest, Correction)
         ce = F.cross_entropy(self.model(batch.images).logits, batch.labels)

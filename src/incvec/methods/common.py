@@ -1,4 +1,5 @@
-"""What the image methods share: a growing classifier, its teacher, exemplars, and stages from plain options."""
+"""Base classes of the methods that train a backbone with a growing head: teacher, exemplars, stages from the
+options."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from incvec.config import TrainOptions
-from incvec.contracts import Group, Method, Optimizer, Schedule, Source, Stage, Task, World
+from incvec.contracts import Group, Method, Optimizer, Output, Schedule, Source, Stage, Task, World
 from incvec.data.memory import extend, indices, quota
 from incvec.data.select import class_means, herd
 from incvec.data.source import chunk
-from incvec.nets import Classifier, Head, build_backbone
+from incvec.nets import Classifier, Head, LinearHead, build_backbone
 
 
 @torch.no_grad()
-def extract(model: nn.Module, world: World, rows: Tensor, view: str = "test", source: Source | None = None) -> Tensor:
-    """Pooled features of the given rows, in float32, with BatchNorm on its running statistics."""
+def extract_features(
+    model: nn.Module, world: World, rows: Tensor, view: str = "test", source: Source | None = None
+) -> Tensor:
+    """Pooled features of the given rows, in float32, with the model in eval mode."""
     source = source or world.train
     training = model.training
     model.eval()
@@ -28,7 +31,7 @@ def extract(model: nn.Module, world: World, rows: Tensor, view: str = "test", so
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         padded = part
-        if len(part) < size and world.device.type == "cuda":  # a new shape would be compiled anew
+        if len(part) < size and world.device.type == "cuda":  # a new shape would trigger a recompilation
             padded = torch.cat([part, part[:1].expand(size - len(part))])
         with world.autocast():
             images = source.fetch(padded, world.generator, (view,)).images
@@ -37,65 +40,81 @@ def extract(model: nn.Module, world: World, rows: Tensor, view: str = "test", so
     return torch.cat(chunks)
 
 
-def exchange_convs(module: nn.Module, kind: Callable[..., nn.Conv2d], suits: Callable[[nn.Conv2d], bool]) -> None:
-    """Put a `kind` in the place of every plain convolution that suits, its parameters the same objects and names.
+def replace_convs(module: nn.Module, kind: Callable[..., nn.Conv2d], condition: Callable[[nn.Conv2d], bool]) -> None:
+    """Replace every plain convolution that meets the condition by a `kind` with the same parameters and names.
 
-    The new one is made without values, so it draws none.
+    The new layer is created on the meta device, so it does not draw initial values.
     """
     for parent in list(module.modules()):
         for name, old in list(parent.named_children()):
-            if type(old) is nn.Conv2d and suits(old):
+            if type(old) is nn.Conv2d and condition(old):
                 shape = (old.in_channels, old.out_channels, old.kernel_size, old.stride, old.padding)
                 new = kind(*shape, bias=old.bias is not None, device="meta")
                 new.weight, new.bias = old.weight, old.bias
                 setattr(parent, name, new)
 
 
-def distillation(logits: Tensor, old: Tensor, temperature: float) -> Tensor:
-    """KL(softmax(old / T) || softmax(logits / T)) over the old model's classes, averaged over the samples.
+def distillation_loss(logits: Tensor, old_logits: Tensor, temperature: float) -> Tensor:
+    """KL(softmax(old_logits / T) || softmax(logits / T)) over the old classes, averaged over the samples.
 
-    Its gradient is that of the cross-entropy between the two; where they agree it is 0.
+    It has the same gradient as the cross-entropy between the two, and it is 0 when they agree.
     """
-    wanted = (old / temperature).log_softmax(1)
-    given = (logits[:, : old.shape[1]] / temperature).log_softmax(1)
-    return (wanted.exp() * (wanted - given)).sum(1).mean()
+    targets = (old_logits / temperature).log_softmax(1)
+    predictions = (logits[:, : old_logits.shape[1]] / temperature).log_softmax(1)
+    return (targets.exp() * (targets - predictions)).sum(1).mean()
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the values at which `mask` is 1; 0 if there are none."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
 class ImageMethod(Method):
-    """A backbone and a growing head, trained stage by stage; subclasses add their losses.
+    """A backbone and a growing head, trained in one main stage; subclasses add their losses.
 
-    The teacher is split off in `grow`, from the final weights of the task before, and never changes after.
+    The teacher is a copy of the model with the final weights of the previous task. `grow` makes it.
     """
 
     model: Classifier
     options: TrainOptions
-    distils: bool = True  # whether a teacher is kept
+    uses_teacher: bool = True
 
     def __init__(self, options: TrainOptions, world: World) -> None:
         super().__init__(options, world)
         self.model = self.make_model().to(world.device)
 
     def make_model(self) -> Any:
-        """A backbone of the options' choice with the method's head."""
+        """The backbone that the options select, with the method's head."""
         channels = self.world.image_shape[0]
         backbone = build_backbone(self.options.net, channels=channels, generator=self.world.generator)
         return Classifier(backbone, self.make_head(backbone.width))
 
     def make_head(self, width: int) -> Head:
-        raise TypeError(f"{type(self).__name__} names no head")
+        return LinearHead(width)
 
     def grow(self, task: Task) -> None:
-        if self.distils and task.index > 0:
+        if self.uses_teacher and task.index > 0:
             self.teacher = copy.deepcopy(self.model).requires_grad_(False).eval()
         self.model.grow(task.n_new, self.world.generator)
+
+    def teacher_output(self, images: Tensor) -> Output | None:
+        """Output of the model before this task, without gradients; None if there is none."""
+        if self.teacher is None:
+            return None
+        with torch.no_grad():
+            output: Output = self.teacher(images)
+        return output
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return {"cnn": self.class_logits(self.model(images).logits)}
 
     # Stages ---------------------------------------------------------------------------------------------
 
     def stages(self, task: Task) -> list[Stage]:
         return [self.main_stage(task)]
 
-    def trained(self, task: Task) -> tuple[str, ...]:
-        """Name prefixes of what the main stage trains."""
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
+        """Name prefixes of the parameters that the main stage trains."""
         return ("model", "auxiliary")
 
     def main_stage(self, task: Task, **changes: Any) -> Stage:
@@ -111,7 +130,7 @@ class ImageMethod(Method):
             role="main",
             epochs=pick(o.base_epochs, o.epochs),
             batch_size=o.batch_size,
-            groups=(Group(self.trained(task), lr, decay),),
+            groups=(Group(self.trained_parameters(task), lr, decay),),
             optimizer=Optimizer(o.optimizer, momentum=o.momentum),
             schedule=Schedule(o.schedule, pick(o.base_milestones, o.milestones), o.gamma),
         )
@@ -123,10 +142,12 @@ class ImageMethod(Method):
         if stage.role == "balance" and self.exemplars:
             self.herd_new(task)
             return self.balanced_rows(task)
-        raise ValueError(f"{self.name} does not know which rows stage {stage.name!r} trains on")
+        raise ValueError(f"{self.name} has no rows for stage {stage.name!r}: return them from begin_stage")
+
+    # Rows of the training set ---------------------------------------------------------------------------
 
     def training_rows(self, task: Task) -> Tensor:
-        """The task's own images and the past: its exemplars, or all of it for the oracle."""
+        """The task's images and the past: the exemplars, or all past images for the oracle."""
         new = self.rows_of(task.classes)
         if task.index == 0:
             return new
@@ -137,52 +158,64 @@ class ImageMethod(Method):
         return new
 
     def rows_of(self, classes: Sequence[int]) -> Tensor:
+        """Rows of consecutive classes, sorted by class."""
         labels = self.world.train.labels
         rows = torch.arange(len(labels), device=labels.device)
-        chosen = (labels >= classes[0]) & (labels <= classes[-1])
-        rows, kept = rows[chosen], labels[chosen]
-        return rows[kept.argsort(stable=True)]
+        selected = (labels >= classes[0]) & (labels <= classes[-1])
+        return rows[selected][labels[selected].argsort(stable=True)]
+
+    def new_class_features(self, task: Task, view: str = "test") -> tuple[Tensor, Tensor]:
+        """Features of the task's images under the current weights, and their labels within the task (from 0)."""
+        rows = self.rows_of(task.classes)
+        return extract_features(self.model, self.world, rows, view), self.world.train.labels[rows] - task.first
+
+    def append_to_store(self, task: Task, **tensors: Tensor) -> None:
+        """Append one row per new class to entries of the store that have one row per class."""
+        for name, new in tensors.items():
+            known = self.store.get(name)
+            self.store[name] = new if known is None else torch.cat([known[: task.n_old], new])
 
     # Exemplars ------------------------------------------------------------------------------------------
 
     def exemplar_rows(self) -> Tensor:
-        """Indices of the exemplars of all classes that have any."""
+        """Rows of the exemplars of all classes that have any."""
         memory = self.store["memory"]
         return indices(memory, self.quota(len(memory)))
 
     def quota(self, n_seen: int) -> int:
+        """Exemplars per class."""
         o = self.options
         return quota(n_seen, o.memory if o.memory_total is None else None, o.memory_total)
 
     def herd_new(self, task: Task) -> None:
-        """Choose the exemplars of the task's classes with the weights at hand, once and for good."""
+        """Select the exemplars of the task's classes with the current weights."""
         rows = self.rows_of(task.classes)
-        features = extract(self.model, self.world, rows)
+        features = extract_features(self.model, self.world, rows)
         count = self.quota(task.n_seen)
         labels = self.world.train.labels[rows]
-        chosen = rows[herd(features, labels, list(task.classes), count)]
+        selected = rows[herd(features, labels, list(task.classes), count)]
         known = self.store.get("memory")
         known = None if known is None else known[: task.n_old]
-        self.store["memory"] = extend(known, chosen, count)
+        self.store["memory"] = extend(known, selected, count)
 
     def refresh(self, task: Task) -> None:
-        """Herd the task's classes once more, where the weights now replaced have done so already."""
+        """Herd the task's classes again if the replaced weights have already herded them."""
         if len(self.store.get("memory", ())) >= task.n_seen:
             self.herd_new(task)
 
     def balanced_rows(self, task: Task) -> Tensor:
-        """As many rows of each class seen: the exemplars, or everything for the oracle."""
+        """The exemplars of all classes seen, or all their images for the oracle."""
         return self.rows_of(range(task.n_seen)) if self.world.oracle else self.exemplar_rows()
 
-    # Classifiers ----------------------------------------------------------------------------------------
+    # Nearest-mean classifier ----------------------------------------------------------------------------
 
-    def nearest_mean_setup(self, task: Task) -> None:
-        """Class means of the exemplars' normalized features, each averaged with its mirror image."""
+    def compute_class_means(self, task: Task) -> None:
+        """Class means of the exemplars' normalized features, averaged with those of the mirrored images."""
         rows = self.balanced_rows(task)
         labels = self.world.train.labels[rows]
         total = torch.zeros(task.n_seen, self.model.backbone.width, device=self.world.device)
         for view in ("test", "flipped"):
-            features = F.normalize(extract(self.model, self.world, rows, view), dim=1)
+            features = F.normalize(extract_features(self.model, self.world, rows, view), dim=1)
             total += class_means(features, labels, task.n_seen)
         self.store["means"] = F.normalize(total, dim=1)
 
@@ -193,17 +226,17 @@ class ImageMethod(Method):
 
 
 class ExemplarMethod(ImageMethod):
-    """Herds exemplars of every class once, and classifies by its head and by the nearest class mean."""
+    """Herds exemplars of every class once; classifies with its head and with the nearest class mean."""
 
     exemplars = True
-    reported: ClassVar[str] = "cnn"  # of the two classifiers
+    reported: ClassVar[str] = "cnn"  # the classifier whose accuracy is reported: "cnn" or "nme"
 
     def end_task(self, task: Task) -> None:
-        if len(self.store.get("memory", ())) < task.n_seen:  # a balanced stage herds before it begins
+        if len(self.store.get("memory", ())) < task.n_seen:  # a balanced stage has herded already
             self.herd_new(task)
 
     def begin_evaluation(self, task: Task) -> None:
-        self.nearest_mean_setup(task)
+        self.compute_class_means(task)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         _, features, logits = self.model(images)

@@ -1,35 +1,34 @@
-"""FCS: feature calibration and separation (Li et al., CVPR 2024; address below). PASS and three things more.
+"""FCS: feature calibration and separation (Li et al., CVPR 2024; address below). PASS with three additions.
 
-Separation. Every pair of the task's classes is a class of its own for images mixed half and half, with n(n-1)/2
-outputs that live for this task only; label of classes a > b, counted within the task: 4 seen + a(a-1)/2 + b. And a
-contrastive loss: queries q are the unit features of the turned images, keys k those of a stronger second view, from
-the same weights and without gradient, and noisy prototypes of old classes. With l = q k / T, P_i the key of the same
-image and all keys of the same label (the image's own key counts twice, as the authors have it),
+Separation by mix-up. Every pair of the task's classes is a class of its own for images mixed half and half, with
+n(n-1)/2 outputs that exist for this task only. The label of classes a > b, counted within the task, is
+4 seen + a(a-1)/2 + b.
+
+Separation by contrast. Queries q are the unit features of the rotated images. Keys k are those of a stronger second
+view, from the same weights and without gradient, and noisy prototypes of old classes. With l = q k / T, and P_i the
+key of the same image and all keys of the same label (the image's own key counts twice, as in the authors' code),
 
     loss_i = 1/|P_i| sum_{p in P_i} log(1 + exp(-l_p) sum_{n not in P_i} exp(l_n)).
 
-Calibration. A linear map T, started as the identity in each task, learns to carry old features into the new space,
-mean_i || Phi(x_i) - T(Phi_old(x_i)) ||; prototype draws pass through it, and at the task's end all old prototypes do.
-
-The sum, with PASS's distillation over turned and mixed images alike:
+Calibration. A linear map T, initialized as the identity in each task, learns to map old features into the new space by
+minimizing mean_i || Phi(x_i) - T(Phi_old(x_i)) ||. Prototype draws pass through it, and at the end of the task all old
+prototypes do. In total, with PASS's distillation over rotated and mixed images:
 
     CE(z / tau) + 10 || Phi - Phi_old ||_F + transfer + 10 CE(z(T(p~)) / tau, 4c) + 0.1 contrast
 
-Where the authors permute the batch four times and drop pairs of one label, every image here draws four partners,
-uniformly among the batch's images of other labels, so that shapes stay fixed: the same pairs, but always four an
-image (where k classes are new, the authors keep a share of about 1 - 1/k). An image without a possible partner, and
-an old one (the oracle's), has weight 0 in every term, though BatchNorm sees it. The authors' key encoder is a copy
-that gets the current weights at each step; in train mode its own running statistics play no part, so the backbone
-itself does the work here, and its statistics are put back.
+The authors permute the batch four times and drop pairs with equal labels. Here every image draws four partners,
+uniformly among the batch's images with other labels, which keeps the shapes fixed: the same pairs, but always four per
+image (with k new classes, the authors keep about 1 - 1/k of them). An image without a possible partner, or an old one
+(the oracle's), has weight 0 in every term, although BatchNorm sees it. The authors' key encoder is a copy that
+receives the current weights at each step. In train mode its running statistics have no effect, so here the backbone
+itself encodes the keys, and its statistics are restored.
 
-With several ranks, partners, contrast, weighted means and the norm of the distillation act on each rank's local batch:
-fewer pairs and fewer keys than in one process, and a norm of fewer rows.
+With several ranks, partners, contrast, weighted means and the norm of the distillation use each rank's local batch:
+fewer pairs and keys than in one process, and a norm over fewer rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -39,23 +38,25 @@ from torch import Tensor, nn
 
 from incvec.contracts import Batch, Stage, Task, Terms
 from incvec.data import rotate90, rotation_labels
+from incvec.methods.common import masked_mean
 from incvec.methods.prototypes import ROTATIONS, PrototypeMethod, PrototypeOptions, feature_distance
 from incvec.nets import LinearHead
+from incvec.nets.batchnorm import preserved_buffers
 
 
 class FCSOptions(PrototypeOptions):
-    radius: Literal["base", "all"] = Field("all", description="the classes whose spread makes the radius")
+    radius: Literal["base", "all"] = Field("all", description="classes whose variance defines the radius")
     lambda_transfer: float = Field(1.0, ge=0)
     lambda_contrast: float = Field(0.1, ge=0, description="0.03 in the authors' longest streams")
     contrast_temperature: float = Field(0.07, gt=0)
-    mixups: int = Field(4, ge=0, description="mixed images for each image")
-    mixing: int = Field(20, ge=1, description="a, where the mixing weight is drawn from Beta(a, a)")
+    mixups: int = Field(4, ge=0, description="mixed images per image")
+    mixing: int = Field(20, ge=1, description="a of Beta(a, a), the distribution of the mixing weight")
 
 
 def draw_partners(labels: Tensor, first: int, rounds: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """For each round and image an index into the batch, and whether the two make a pair.
+    """A partner's index per round and image, and whether there is one.
 
-    Uniform over images of another label, both at or above `first`: the largest of uniform draws, one a candidate.
+    Uniform over the images with another label, both labels >= `first`: the argmax of one uniform draw per candidate.
     """
     new = labels >= first
     pairs = (labels[:, None] != labels[None, :]) & new[:, None] & new[None, :]
@@ -64,28 +65,24 @@ def draw_partners(labels: Tensor, first: int, rounds: int, generator: torch.Gene
 
 
 def draw_weights(shape: tuple[int, ...], a: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Beta(a, a), set to 1/2 where outside [0.4, 0.6]; exactly, as the median of 2a - 1 uniform draws."""
+    """Draws of Beta(a, a), the median of 2a - 1 uniform draws; set to 1/2 outside [0.4, 0.6]."""
     draws = torch.rand(*shape, 2 * a - 1, generator=generator, device=device)
     weights = draws.sort(-1).values[..., a - 1]
     return weights.masked_fill((weights - 0.5).abs() > 0.1, 0.5)
 
 
 def pair_labels(one: Tensor, other: Tensor) -> Tensor:
-    """a(a-1)/2 + b for the larger a and the smaller b of two different labels, counted from 0."""
+    """a(a-1)/2 + b for two different labels a > b."""
     larger, smaller = torch.maximum(one, other), torch.minimum(one, other)
     return larger * (larger - 1) // 2 + smaller
-
-
-def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    return (values * weight).sum() / weight.sum()
 
 
 def contrastive_loss(
     queries: Tensor, keys: Tensor, query_labels: Tensor, key_labels: Tensor, temperature: float
 ) -> Tensor:
-    """See the top of this file; unit vectors, key i being query i's own, further keys behind them.
+    """The contrastive loss at the top of this file, for unit vectors. Key i belongs to query i; more keys may follow.
 
-    Every query needs a key of another label; with the four rotations of an image there always is one.
+    Every query needs a key with another label; the four rotations of an image guarantee one.
     """
     with torch.autocast(queries.device.type, enabled=False):
         similarity = queries @ keys.T / temperature
@@ -96,19 +93,8 @@ def contrastive_loss(
     return (total / (same.sum(1) + 1)).mean()
 
 
-@contextmanager
-def buffers_put_back(module: nn.Module) -> Iterator[None]:
-    """Whatever happens to the module's buffers inside, they are afterwards as before."""
-    buffers = list(module.buffers())
-    saved = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        torch._foreach_copy_(buffers, saved)
-
-
 class Transfer(nn.Module):
-    """T(h) = W h + b, at first the identity."""
+    """T(h) = W h + b, initialized as the identity."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         super().__init__()
@@ -120,8 +106,8 @@ class Transfer(nn.Module):
             return F.linear(features, self.weight, self.bias)
 
 
-class OneTask(nn.Module):
-    """What FCS trains beside the model and drops after the task: outputs of mixed classes, and the transfer."""
+class TaskModules(nn.Module):
+    """Modules that exist for one task: the outputs of mixed classes, and the transfer."""
 
     mixed: LinearHead | None
     transfer: Transfer | None
@@ -142,13 +128,13 @@ class FCS(PrototypeMethod):
     )
     Options = FCSOptions
     options: FCSOptions
-    auxiliary: OneTask
+    auxiliary: TaskModules
     head_start = "kaiming"
 
     def grow(self, task: Task) -> None:
         super().grow(task)
         device, width = self.world.device, self.model.backbone.width
-        self.auxiliary = OneTask()
+        self.auxiliary = TaskModules()
         if task.n_new > 1 and self.options.mixups:
             self.auxiliary.mixed = LinearHead(width).to(device)
             self.auxiliary.mixed.grow(task.n_new * (task.n_new - 1) // 2, self.world.generator)
@@ -160,56 +146,56 @@ class FCS(PrototypeMethod):
 
     def loss(self, batch: Batch) -> Terms:
         o, mixed, transfer = self.options, self.auxiliary.mixed, self.auxiliary.transfer
-        keys = self.keys(rotate90(batch.views[1]))  # first, while no graph holds the statistics it puts back
+        keys = self.keys(rotate90(batch.views[1]))  # before any graph saves the statistics it restores
         images, labels, weight = self.inputs(batch.images, batch.labels)
-        turned = ROTATIONS * len(batch.labels)
+        rotated = ROTATIONS * len(batch.labels)
         _, features, logits = self.model(images)
         if mixed is not None:
             logits = torch.cat([logits, mixed(features)], 1)
         losses = F.cross_entropy(logits / o.temperature, labels, reduction="none")
-        terms = {"ce": weighted_mean(losses, weight)}
-        key_labels = labels[:turned]
-        if self.teacher is not None and transfer is not None:
-            with torch.no_grad():
-                old = self.teacher(images).features
-            drawn, classes = self.draw(len(batch.labels))
-            scores = self.model.head(transfer(drawn).detach())
+        terms = {"ce": masked_mean(losses, weight)}
+        key_labels = labels[:rotated]
+        output = self.teacher_output(images)
+        if output is not None and transfer is not None:
+            old = output.features
+            prototypes, prototype_labels = self.draw_prototypes(len(batch.labels))
+            scores = self.model.head(transfer(prototypes).detach())
             terms["distil"] = o.lambda_distil * feature_distance(features, old, weight)
-            terms["transfer"] = o.lambda_transfer * weighted_mean((features - transfer(old)).norm(dim=1), weight)
-            terms["prototypes"] = o.lambda_prototypes * F.cross_entropy(scores / o.temperature, classes)
-            keys = torch.cat([keys, F.normalize(drawn, dim=1)])
-            key_labels = torch.cat([key_labels, classes])
-        queries = F.normalize(features[:turned], dim=1)
-        contrast = contrastive_loss(queries, keys, labels[:turned], key_labels, o.contrast_temperature)
+            terms["transfer"] = o.lambda_transfer * masked_mean((features - transfer(old)).norm(dim=1), weight)
+            terms["prototypes"] = o.lambda_prototypes * F.cross_entropy(scores / o.temperature, prototype_labels)
+            keys = torch.cat([keys, F.normalize(prototypes, dim=1)])
+            key_labels = torch.cat([key_labels, prototype_labels])
+        queries = F.normalize(features[:rotated], dim=1)
+        contrast = contrastive_loss(queries, keys, labels[:rotated], key_labels, o.contrast_temperature)
         return {**terms, "contrast": o.lambda_contrast * contrast}
 
     @torch.no_grad()
     def keys(self, images: Tensor) -> Tensor:
-        """Unit features from the current weights, without a trace in BatchNorm's statistics."""
-        with buffers_put_back(self.model.backbone):
+        """Unit features with the current weights; BatchNorm's running statistics stay unchanged."""
+        with preserved_buffers(self.model.backbone):
             return F.normalize(self.model.features(images), dim=1)
 
     def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Turned images and then mixed ones, their labels among all outputs, and their weights."""
-        turned, turned_labels = rotate90(images), rotation_labels(labels)
-        weight = torch.ones(len(turned), device=turned.device)
+        """Rotated images followed by mixed images, their labels among all outputs, and their weights."""
+        rotated, rotated_labels = rotate90(images), rotation_labels(labels)
+        weight = torch.ones(len(rotated), device=rotated.device)
         if self.auxiliary.mixed is None:
-            return turned, turned_labels, weight
+            return rotated, rotated_labels, weight
         o, task, generator = self.options, self.task, self.world.generator
         partners, paired = draw_partners(labels, task.first, o.mixups, generator)
         share = draw_weights(tuple(partners.shape), o.mixing, generator, images.device)[..., None, None, None]
         mixed = share * images + (1 - share) * images[partners]
         label = pair_labels(labels - task.first, labels[partners] - task.first) + ROTATIONS * task.n_seen
-        label = label.masked_fill(~paired, 0)  # of no weight, but an index all the same
+        label = label.masked_fill(~paired, 0)  # weight 0, but it has to be a valid index
         return (
-            torch.cat([turned, mixed.flatten(0, 1)]),
-            torch.cat([turned_labels, label.flatten()]),
+            torch.cat([rotated, mixed.flatten(0, 1)]),
+            torch.cat([rotated_labels, label.flatten()]),
             torch.cat([weight, paired.float().flatten()]),
         )
 
     @torch.no_grad()
     def end_task(self, task: Task) -> None:
-        """Carry the old prototypes over, then take those of the task's classes."""
+        """Map the old prototypes into the new feature space, then compute those of the task's classes."""
         transfer, known = self.auxiliary.transfer, self.store.get("prototypes")
         if transfer is not None and known is not None:
             # In float64: a float32 product may round differently for a tensor that was loaded from a file.

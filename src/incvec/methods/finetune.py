@@ -1,11 +1,11 @@
-"""Plain sequential training: cross-entropy on the task's own images, nothing against forgetting.
+"""Fine-tuning: cross-entropy on the task's images, without any measure against forgetting. The lower bound.
 
-The lower bound every method is measured against. With `oracle` it becomes training on all classes seen,
-started from the weights before.
+With `oracle` it trains on all classes seen, starting from the previous weights.
 
-`loss_over="new"` restricts the softmax to the task's own classes, as if every task had a classifier of its own: the
-training that CoFiMA and MagMax merge. Old rows then have no gradient, and rest: weight decay would take them to 0.
-(The oracle's old samples have theirs over the old classes, so there all rows are trained.)
+`loss_over="new"` restricts the softmax to the task's own classes, as if every task had its own classifier. CoFiMA and
+MagMax merge models that are trained like this. Rows of old classes then receive no gradient, so they are frozen:
+weight decay alone would shrink them to 0. (The oracle's old samples use the softmax over the old classes, so it trains
+all rows.)
 """
 
 from __future__ import annotations
@@ -17,51 +17,52 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from incvec.config import TrainOptions
+from incvec.config import Normalization, TrainOptions
 from incvec.contracts import Batch, Task, Terms
 from incvec.methods.common import ImageMethod
-from incvec.nets import Head, LinearHead
 
 
 class FinetuneOptions(TrainOptions):
     """ResNet-32 with a linear head, SGD with steps."""
 
-    loss_over: Literal["seen", "new"] = Field("seen", description="the classes the softmax runs over")
+    loss_over: Literal["seen", "new"] = Field("seen", description="classes in the softmax: all seen, or the task's own")
+
+
+class ICaRLTrainingOptions(FinetuneOptions):
+    """Network and preprocessing as for iCaRL, for baselines that are compared with it."""
+
+    net: str = "resnet32-icarl"
+    brightness: float = Field(0.0, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
+    normalization: Normalization = "lucir"
 
 
 def local_cross_entropy(logits: Tensor, labels: Tensor, n_old: int) -> Tensor:
-    """Cross-entropy of new samples over the new classes, of old samples over the old ones."""
+    """Cross-entropy of new samples over the new classes and of old samples over the old classes."""
     columns = torch.arange(logits.shape[1], device=logits.device)
-    elsewhere = (columns < n_old)[None, :] != (labels < n_old)[:, None]
-    return F.cross_entropy(logits.masked_fill(elsewhere, -torch.inf), labels)
+    excluded = (columns < n_old)[None, :] != (labels < n_old)[:, None]
+    return F.cross_entropy(logits.masked_fill(excluded, -torch.inf), labels)
 
 
 class Finetune(ImageMethod):
     name = "finetune"
-    summary = "sequential training with nothing against forgetting: the lower bound"
-    paper = "(a baseline, no paper of its own)"
+    summary = "sequential training without any measure against forgetting: the lower bound"
+    paper = "(a baseline without a paper)"
     Options: ClassVar[type] = FinetuneOptions
     options: FinetuneOptions
-    distils = False
-    holds_old_rows: ClassVar[bool] = False  # whether a term of the loss besides the cross-entropy acts on them
+    uses_teacher = False
+    trains_old_rows: ClassVar[bool] = False  # whether a loss term besides the cross-entropy acts on them
 
-    def make_head(self, width: int) -> Head:
-        return LinearHead(width)
-
-    def trained(self, task: Task) -> tuple[str, ...]:
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
         old_samples = self.exemplars or self.world.oracle
-        if task.index == 0 or self.options.loss_over == "seen" or old_samples or self.holds_old_rows:
-            return super().trained(task)
+        if task.index == 0 or self.options.loss_over == "seen" or old_samples or self.trains_old_rows:
+            return super().trained_parameters(task)
         return ("model.backbone", f"model.head.blocks.{task.index}", "auxiliary")
 
     def loss(self, batch: Batch) -> Terms:
         return {"ce": self.cross_entropy(self.model(batch.images).logits, batch.labels)}
 
     def cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Over the classes that `loss_over` names."""
+        """Over the classes that `loss_over` selects."""
         if self.options.loss_over == "new":
             return local_cross_entropy(logits, labels, self.task.n_old)
         return F.cross_entropy(logits, labels)
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return {"cnn": self.model(images).logits}

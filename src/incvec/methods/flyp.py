@@ -1,16 +1,17 @@
-"""FLYP: fine-tune like you pre-train (Goyal et al., CVPR 2023, https://arxiv.org/abs/2212.00638), task after task.
+"""FLYP: fine-tune like you pre-train (Goyal et al., CVPR 2023, https://arxiv.org/abs/2212.00638), one task after
+another.
 
-Both towers, the projections and the temperature are trained by CLIP's own loss on images and their captions:
+Both towers, the projections and the temperature are trained with CLIP's own loss on images and their captions:
 
     S = exp(s) u v',   loss = (CE(S, diagonal) + CE(S', diagonal)) / 2
 
-Nothing is kept of the past; the optimizer starts anew with each task. As in the class-incremental code of SPU
-(https://github.com/wx-zhang/spu), an image's target is its own caption even where another image has the same one,
-so with m images of its class in the batch the loss ends near log m. `targets="shared"` spreads the target evenly over
-equal captions instead; `"classes"` is cross-entropy over the sentences of the task's classes.
+There is no measure against forgetting; the optimizer is reset with each task. As in the class-incremental code of SPU
+(https://github.com/wx-zhang/spu), an image's target is its own caption even if another image has the same one, so with
+m images of its class in the batch the loss approaches log m. `targets="shared"` distributes the target evenly over
+equal captions; `"classes"` is cross-entropy over the sentences of the task's classes.
 
-Unlike the authors', a caption is always the same sentence, learning rate and optimizer are the IVT paper's, and
-neither weight decay nor a schedule is used (the IVT paper names none).
+Unlike with the authors, a class has one fixed caption, learning rate and optimizer are the IVT paper's, and there is
+neither weight decay nor a schedule (the IVT paper states none).
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ Targets = Literal["diagonal", "shared", "classes"]
 
 
 class FLYPOptions(DualOptions):
-    targets: Targets = Field("diagonal", description="what an image is to find: its caption, equal ones, or its class")
+    targets: Targets = Field(
+        "diagonal", description="target of an image: its caption, all equal captions, or its class"
+    )
 
 
-def contrastive(similarities: Tensor, labels: Tensor | None = None) -> Tensor:
-    """The mean of both directions' cross-entropy; with labels, targets are shared by all pairs of equal label."""
+def contrastive_loss(similarities: Tensor, labels: Tensor | None = None) -> Tensor:
+    """The mean cross-entropy of both directions; with labels, all pairs of equal label share the target."""
     if labels is None:
         targets = torch.eye(len(similarities), device=similarities.device)
     else:
@@ -45,7 +48,7 @@ def contrastive(similarities: Tensor, labels: Tensor | None = None) -> Tensor:
 
 class FLYP(DualMethod):
     name = "flyp"
-    summary = "fine-tunes both towers of a pre-trained model by its own contrastive loss, task after task"
+    summary = "fine-tunes both towers of a pre-trained model with its own contrastive loss"
     paper = (
         "Finetune like you pretrain: Improved finetuning of zero-shot vision models, https://arxiv.org/abs/2212.00638"
     )
@@ -59,9 +62,9 @@ class FLYP(DualMethod):
     def loss(self, batch: Batch) -> Terms:
         dual = self.model.dual
         images = self.model.unit(dual.image_tower(batch.images))
-        texts, which = self.captions(batch.labels)
+        texts, index = self.captions(batch.labels)
         if self.options.targets == "classes":
-            return {"ce": F.cross_entropy(dual.similarities(images, texts), which)}
-        similarities = dual.similarities(images, texts.index_select(0, which))
+            return {"ce": F.cross_entropy(dual.similarities(images, texts), index)}
+        similarities = dual.similarities(images, texts.index_select(0, index))
         shared = batch.labels if self.options.targets == "shared" else None
-        return {"contrastive": contrastive(similarities, shared)}
+        return {"contrastive": contrastive_loss(similarities, shared)}

@@ -1,29 +1,28 @@
-"""Mnemonics: exemplars that are trained (Liu et al., CVPR 2020, https://arxiv.org/abs/2002.10211).
+"""Mnemonics: trained exemplars (Liu et al., CVPR 2020, https://arxiv.org/abs/2002.10211).
 
-After a task its herded exemplars become parameters, pixel by pixel, and are trained so that their class means tell
-the training images apart: cross-entropy of cos(f(x), mean_c) over the classes seen, where a new class's mean is that
-of its exemplars' features and an old one's is what its exemplars give. They are then stored as 8-bit images in place
-of the originals. In increments the network itself is trained by weight transfer: convolutions keep the weights of
-the base task, and each pair of output and input channels has a learnable factor (`transfer=False`: no factors, all
-weights are trained).
+After a task, the pixels of its herded exemplars become parameters. They are trained such that their class means
+separate the training images: cross-entropy of cos(f(x), mean_c) over the classes seen, where the mean of a new class
+comes from its exemplars in training and that of an old class from its stored exemplars. They are then stored as 8-bit
+images instead of the originals. In increments, the network is trained by weight transfer: convolutions keep the
+weights of the base task, and each pair of output and input channels has a learnable factor (`transfer=False`: no
+factors, all weights are trained).
 
-The paper builds on LUCIR (`host="lucir"`); what is released is the variant with iCaRL's loss (`host="icarl"`): LUCIR's
-classifier, imprinting and frozen old rows, but cross-entropy plus beta T^2 KL(old || new), and the nearest class
-mean decides. We differ in these: exemplars are rounded to 8 bits and clipped, where the authors cut off and wrap
-around; the mirror image in class means is a real one (theirs reverses the colors); a class has 20 exemplars, where
-their default is 2,000 in all. At the released rate of 1e-5 for one epoch the pixels move by so little that rounding
-undoes it (on the embedded digits, for every one of them), and what is stored is what was herded; with a larger
-`exemplar_lr` they do move.
+The paper builds on LUCIR (`host="lucir"`). The released code is the variant with iCaRL's loss (`host="icarl"`): LUCIR's
+classifier, imprinting and frozen old rows, but cross-entropy plus beta T^2 KL(old || new), and the nearest class mean
+classifies. Differences: exemplars are rounded to 8 bits and clipped, while the authors truncate and wrap around; class
+means use a real mirror image (theirs reverses the colors); 20 exemplars per class, while their default is a total of
+2,000. At the released learning rate of 1e-5 for one epoch, the pixels change so little that rounding undoes it (for all
+pixels of the embedded digits), and the stored images are the herded ones. With a larger `exemplar_lr` they do change.
 
-Factors are new in the first increment: they have no F and no weights before, so that there `ivt`, `cofima` and
-`fisher-merge` act on BatchNorm and the head's scale alone (old rows rest, kernels too); from the second on they act
-on the factors as well.
+Factors are new in the first increment: they have no F and no previous weights. So in the first increment `ivt`,
+`cofima` and `fisher-merge` act only on BatchNorm and on the head's scale (old rows and kernels are frozen); from the
+second one on they also act on the factors.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,22 +33,22 @@ from incvec.contracts import Batch, Group, Optimizer, Output, Schedule, Stage, T
 from incvec.data.memory import extend
 from incvec.data.source import ImageSource
 from incvec.errors import ConfigError
-from incvec.methods.common import distillation, exchange_convs
+from incvec.methods.common import distillation_loss, replace_convs
 from incvec.methods.lucir import LUCIR, LUCIROptions
 
 
 class MnemonicsOptions(LUCIROptions):
-    host: Literal["icarl", "lucir"] = Field("icarl", description="whose losses and classifier it goes with")
-    beta: float = Field(0.25, ge=0, description="weight of iCaRL's distillation, beside the temperature squared")
+    host: Literal["icarl", "lucir"] = Field("icarl", description="method whose losses and classifier are used")
+    beta: float = Field(0.25, ge=0, description="weight of iCaRL's distillation, times the squared temperature")
     temperature: float = Field(2.0, gt=0)
-    transfer: bool = Field(True, description="increments train factors on the base task's kernels")
+    transfer: bool = Field(True, description="train channel factors on the frozen kernels of the base task")
     exemplar_epochs: int = Field(1, ge=1)
     exemplar_lr: float = Field(1e-5, gt=0)
     exemplar_weight_decay: float = Field(5e-4, ge=0)
 
 
 class ScaledConv(nn.Conv2d):
-    """A convolution with, from the first increment on, a factor for each pair of output and input channels."""
+    """A convolution that has, from the first increment on, a factor per pair of output and input channels."""
 
     factor: nn.Parameter | None
 
@@ -58,7 +57,7 @@ class ScaledConv(nn.Conv2d):
         self.register_parameter("factor", None)
 
     def attach(self) -> None:
-        """Factors of one, where there are none yet."""
+        """Add factors of one if there are none yet."""
         if self.factor is None:
             self.factor = nn.Parameter(torch.ones_like(self.weight[:, :, :1, :1]))
 
@@ -73,13 +72,13 @@ def nearest_mean_loss(features: Tensor, means: Tensor, labels: Tensor) -> Tensor
 
 
 def to_pixels(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Normalized images as 8-bit ones, each value the nearest level."""
+    """Normalized images as 8-bit images, rounded and clipped."""
     return ((images * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 class Mnemonics(LUCIR):
     name = "mnemonics"
-    summary = "exemplars trained as images so that their class means discriminate; factors on frozen kernels"
+    summary = "exemplars trained as images for discriminative class means; channel factors on frozen kernels"
     paper = "Mnemonics Training: Multi-Class Incremental Learning without Forgetting, https://arxiv.org/abs/2002.10211"
     Options: ClassVar[type] = MnemonicsOptions
     options: MnemonicsOptions
@@ -87,30 +86,35 @@ class Mnemonics(LUCIR):
 
     def __init__(self, options: MnemonicsOptions, world: World) -> None:
         super().__init__(options, world)
-        source = cast(ImageSource, world.train)
-        stored = tuple(getattr(source, "row", None) or source.images.shape[1:])
+        stored = world.train.row
         if stored != world.image_shape:
             raise ConfigError(
-                f"mnemonics stores exemplars as the network sees them, {list(world.image_shape)}, beside images "
-                f"of {list(stored)}; expected the same shape. Set image_size={stored[-1]}."
+                f"mnemonics stores exemplars at the network's input shape {list(world.image_shape)}, but the images of "
+                f"the data set have {list(stored)}; expected the same shape. Set image_size={stored[-1]}."
             )
-        self.originals = len(world.train.labels)  # rows behind these are trained exemplars
+        self.originals = len(world.train.labels)  # later rows are trained exemplars
         if options.transfer:
-            exchange_convs(self.model.backbone, ScaledConv, lambda conv: True)
+            replace_convs(self.model.backbone, ScaledConv, lambda conv: True)
+
+    @property
+    def source(self) -> ImageSource:
+        """The training images, to which the trained exemplars are appended."""
+        assert isinstance(self.world.train, ImageSource)
+        return self.world.train
 
     def grow(self, task: Task) -> None:
         super().grow(task)
-        # Class by class, a flat row an image: its gradient then has one layout, whichever the network prefers.
+        # By class, one flat row per image: so the gradient has one memory layout, whichever the network prefers.
         shape = (task.n_new * self.quota(task.n_seen), math.prod(self.world.image_shape))
         self.auxiliary = nn.ParameterDict({"exemplars": torch.zeros(shape, device=self.world.device)})
         for module in self.model.modules():
             if isinstance(module, ScaledConv) and task.index > 0:
                 module.attach()
 
-    # Training the network -------------------------------------------------------------------------------
+    # The network ----------------------------------------------------------------------------------------
 
-    def trained(self, task: Task) -> tuple[str, ...]:
-        backbone, *rest = super().trained(task)
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
+        backbone, *rest = super().trained_parameters(task)
         if task.index == 0 or not self.options.transfer:
             return (backbone, *rest)
         named = list(self.model.backbone.named_modules(prefix=backbone))
@@ -118,14 +122,14 @@ class Mnemonics(LUCIR):
         norms = [name for name, module in named if isinstance(module, nn.BatchNorm2d)]
         return (*factors, *norms, *rest)
 
-    def retention(self, batch: Batch, output: Output, old: Output) -> dict[str, Tensor]:
+    def retention_loss(self, batch: Batch, output: Output, old: Output) -> dict[str, Tensor]:
         o = self.options
         if o.host == "lucir":
-            return super().retention(batch, output, old)
+            return super().retention_loss(batch, output, old)
         weight = o.beta * o.temperature**2
-        return {"distil": weight * distillation(output.logits, old.logits, o.temperature)}
+        return {"distil": weight * distillation_loss(output.logits, old.logits, o.temperature)}
 
-    # Training the exemplars -----------------------------------------------------------------------------
+    # The exemplars --------------------------------------------------------------------------------------
 
     def stages(self, task: Task) -> list[Stage]:
         o = self.options
@@ -146,51 +150,49 @@ class Mnemonics(LUCIR):
         if stage.name != "exemplars":
             return super().begin_stage(task, stage)
         self.herd_new(task)
-        self.nearest_mean_setup(task)
+        self.compute_class_means(task)
         herded = self.store["memory"][task.first :].flatten()
         with torch.no_grad():
             self.auxiliary["exemplars"].copy_(self.world.train.fetch(herded, None, ("test",)).images.flatten(1))
         return self.training_rows(task)
 
     def exemplar_images(self) -> Tensor:
-        """The exemplars in training, normalized, as images."""
+        """The exemplars in training, as normalized images."""
         images: Tensor = self.auxiliary["exemplars"].unflatten(1, self.world.image_shape)
         return images
 
     def exemplar_loss(self, batch: Batch) -> Terms:
-        own = self.model(self.exemplar_images()).features
-        new = own.unflatten(0, (self.task.n_new, -1)).mean(1)
-        means = torch.cat([self.store["means"][: self.task.n_old], new])
+        features = self.model(self.exemplar_images()).features
+        new_means = features.unflatten(0, (self.task.n_new, -1)).mean(1)
+        means = torch.cat([self.store["means"][: self.task.n_old], new_means])
         with torch.no_grad():
             features = self.model(batch.images).features
         return {"means": nearest_mean_loss(features, means, batch.labels)}
 
     def end_task(self, task: Task) -> None:
-        """Store the trained exemplars as rows of the source, and remember these in place of the originals."""
-        source = cast(ImageSource, self.world.train)
-        trained = to_pixels(self.exemplar_images().detach(), source.views.mean, source.views.std)
+        """Append the trained exemplars to the source; the memory refers to them instead of the originals."""
+        views = self.source.views
+        trained = to_pixels(self.exemplar_images().detach(), views.mean, views.std)
         classes = torch.arange(task.first, task.last, device=self.world.device)
         count = len(trained) // task.n_new
         new = {"images": trained, "labels": classes.repeat_interleave(count)}
-        rows = source.append(**new)
+        rows = self.source.append(**new)
         for name, values in new.items():
             self.store[name] = torch.cat([self.store[name], values]) if task.index > 0 else values
         known = self.store["memory"][: task.n_old]
         self.store["memory"] = extend(known, rows.view(task.n_new, count), count)
 
     def refresh(self, task: Task) -> None:
-        """Exemplars were trained, not only chosen; they stay."""
-
-    # Rows beside the data set's own ---------------------------------------------------------------------
+        """Keep the exemplars: they have been trained, not only selected."""
 
     def restored(self) -> None:
-        source = cast(ImageSource, self.world.train)
-        there = len(source) - self.originals
-        if there < len(self.store.get("labels", ())):
-            source.append(self.store["images"][there:], self.store["labels"][there:])
+        """Append the stored exemplars that the source does not have yet."""
+        present = len(self.source) - self.originals
+        if present < len(self.store.get("labels", ())):
+            self.source.append(self.store["images"][present:], self.store["labels"][present:])
 
     def rows_of(self, classes: Any) -> Tensor:
-        """Rows of the data set itself."""
+        """Rows of the data set, without trained exemplars."""
         rows = super().rows_of(classes)
         return rows[rows < self.originals]
 

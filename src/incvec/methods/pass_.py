@@ -1,24 +1,23 @@
 """PASS: prototype augmentation and self-supervision (Zhu et al., CVPR 2021; address below). No exemplars.
 
-Self-supervision by labels: every image is seen in its four rotations, and class and rotation are told apart
-jointly, label 4y + k for image y turned k times 90 degrees. With X the 4B turned images of a batch, Phi the
-features, and p~ noisy prototypes of old classes (see `prototypes.py`), an increment minimizes
+Self-supervision through labels: every image is used in its four rotations, and class and rotation are predicted
+jointly, with label 4y + k for an image of class y rotated k times by 90 degrees. With X the 4B rotated images of a
+batch, Phi the features, and p~ noisy prototypes of old classes (see `prototypes.py`), an increment minimizes
 
     CE(z(X) / tau) + 10 || Phi(X) - Phi_old(X) ||_F + 10 CE(z(p~) / tau, 4c).
 
-Only the outputs 4y of the images as they are classify. The norm is the authors': over the whole batch, neither
-squared nor averaged, so its weight grows with the root of the batch size. With several ranks it is taken over each
-rank's local batch and the norms are averaged: its weight is then that of the local batch size.
+Only the outputs 4y, of images without rotation, classify. As in the authors' code, the norm is over the whole batch,
+neither squared nor averaged, so its weight grows with the square root of the batch size. With several ranks, the norms
+of the local batches are averaged, so the weight is that of the local batch size.
 
-The authors run the network a second time for the features (which moves BatchNorm's running statistics twice a
-step); here it runs once. They take prototypes in the training view (`prototype_view="train"`), without the last
-partial batch. A later code base draws more prototypes the fewer classes are new (`draws="ratio"`), and lets
-new classes count in the radius (`radius="all"`).
+The authors run the network a second time for the features, which updates BatchNorm's running statistics twice per
+step; here it runs once. They compute prototypes in the training view (`prototype_view="train"`) without the last
+partial batch. A later code base draws more prototypes the fewer classes are new (`draws="ratio"`) and includes new
+classes in the radius (`radius="all"`).
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 
 from incvec.contracts import Batch, Terms
@@ -27,7 +26,7 @@ from incvec.methods.prototypes import PrototypeMethod, PrototypeOptions, feature
 
 
 class PASSOptions(PrototypeOptions):
-    """All of PASS's settings are those it shares."""
+    """The settings that PASS shares with FCS."""
 
 
 class PASS(PrototypeMethod):
@@ -46,11 +45,9 @@ class PASS(PrototypeMethod):
         images, labels = rotate90(batch.images), rotation_labels(batch.labels)
         _, features, logits = self.model(images)
         terms = {"ce": F.cross_entropy(logits / o.temperature, labels)}
-        if self.teacher is not None:
-            with torch.no_grad():
-                old = self.teacher(images).features
-            drawn, classes = self.draw(len(batch.labels))
-            scores = self.model.head(drawn)
-            terms["distil"] = o.lambda_distil * feature_distance(features, old)
-            terms["prototypes"] = o.lambda_prototypes * F.cross_entropy(scores / o.temperature, classes)
+        if (old := self.teacher_output(images)) is not None:
+            prototypes, prototype_labels = self.draw_prototypes(len(batch.labels))
+            scores = self.model.head(prototypes)
+            terms["distil"] = o.lambda_distil * feature_distance(features, old.features)
+            terms["prototypes"] = o.lambda_prototypes * F.cross_entropy(scores / o.temperature, prototype_labels)
         return terms

@@ -1,13 +1,13 @@
 """PODNet: pooled outputs distillation (Douillard et al., ECCV 2020, https://arxiv.org/abs/2004.13513).
 
-Each class has ten proxies; the classifier is trained with an NCA loss (eq. 5), and the old model is kept close
-by comparing features (POD-flat) and stage maps pooled over width and height (POD-spatial, eq. 2 to 4). After
-an increment the proxies alone are trained on the balanced exemplars.
+Each class has ten proxies, and the classifier is trained with an NCA loss (eq. 5). Distillation compares the features
+of the old and the new model (POD-flat) and their stage maps pooled over width and height (POD-spatial, eq. 2 to 4).
+After an increment, the proxies alone are trained on the balanced exemplars.
 
-As the authors' code has it and the paper does not: the margin is subtracted from every class, so it cancels,
-and the target is excluded from the denominator by replacing its term with 1 (`nca="paper"` gives eq. 5). The
-old proxies do not move in the main stage. Both distillation terms grow with sqrt(classes seen / new classes).
-Exemplars are chosen once, before the balanced stage.
+The authors' code differs from the paper, and we follow the code: the margin is subtracted from every class, so it
+cancels; and the target is excluded from the denominator by replacing its term with 1 (`nca="paper"` is eq. 5). The old
+proxies are frozen in the main stage. Both distillation terms are weighted with sqrt(classes seen / new classes).
+Exemplars are selected once, before the balanced stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from incvec.config import Normalization, TrainOptions
 from incvec.contracts import Batch, Group, Schedule, Stage, Task, Terms
 from incvec.data.select import kmeans
 from incvec.fused import fused
-from incvec.methods.common import ExemplarMethod, extract
+from incvec.methods.common import ExemplarMethod
 from incvec.nets import Head, ProxyHead, mean_row_norm
 
 
@@ -33,12 +33,12 @@ class PODNetOptions(TrainOptions):
     net: str = "resnet32-rebuffi"
     schedule: Literal["constant", "cosine", "steps"] = "cosine"
     normalization: Normalization = "lucir"
-    proxies: int = Field(10, ge=1, description="proxies a class")
+    proxies: int = Field(10, ge=1, description="proxies per class")
     margin: float = 0.6
     nca: Literal["coded", "paper"] = "coded"
     lambda_flat: float = Field(1.0, ge=0)
     lambda_spatial: float = Field(3.0, ge=0)
-    clamp: float = Field(5.0, gt=0, description="gradients are clamped element by element to ± this")
+    clamp: float = Field(5.0, gt=0, description="gradients are clamped elementwise to ± this")
     balance_epochs: int = Field(20, ge=0)
     balance_lr: float = Field(0.05, gt=0)
 
@@ -48,7 +48,7 @@ def nca_loss(scores: Tensor, labels: Tensor, scale: Tensor, margin: float, form:
     """NCA over class scores. `coded`: -(s_y - m) + log(1 + sum_{j != y} exp(s_j - m)), s = scale (score - margin)
     and m its maximum; `paper` (eq. 5): [-log(exp(scale (s_y - margin)) / sum_{j != y} exp(scale s_j))]_+ .
     """
-    target = labels[:, None] == torch.arange(scores.shape[1], device=scores.device)  # one_hot is compiled for one size
+    target = labels[:, None] == torch.arange(scores.shape[1], device=scores.device)  # one_hot fixes a size
     if form == "paper":
         positive = (scale * (scores - margin)).gather(1, labels[:, None]).squeeze(1)
         others = (scale * scores).masked_fill(target, -torch.inf).logsumexp(1)
@@ -67,7 +67,7 @@ def pod_flat(new: Tensor, old: Tensor) -> Tensor:
 
 
 def pooled(maps: Tensor) -> Tensor:
-    """Squares summed over the width and over the height, flattened and normalized for each sample."""
+    """Squares summed over the width and over the height, flattened and normalized per sample."""
     energy = maps.float().square()
     both = torch.cat([energy.sum(3).flatten(1), energy.sum(2).flatten(1)], dim=1)
     return F.normalize(both, dim=1)
@@ -91,21 +91,19 @@ class PODNet(ExemplarMethod):
         return ProxyHead(width, self.options.proxies)
 
     def begin_task(self, task: Task) -> None:
-        """Imprint: the new classes' proxies are k-means centers of their features under the old model."""
+        """Imprint the new classes' proxies: k-means centers of their features under the old model."""
         if task.index == 0:
             return
-        head = self.model.head
-        rows = self.rows_of(task.classes)
-        features = F.normalize(extract(self.model, self.world, rows), dim=1)
-        labels = self.world.train.labels[rows] - task.first
+        features, labels = self.new_class_features(task)
+        features = F.normalize(features, dim=1)
         counts = torch.bincount(labels, minlength=task.n_new)
-        points = features.new_zeros(task.n_new, int(counts.max()), features.shape[1])
-        within = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[labels]
-        points[labels, within] = features
-        mask = torch.arange(points.shape[1], device=rows.device)[None] < counts[:, None]
+        points = features.new_zeros(task.n_new, int(counts.max()), features.shape[1])  # by class, zero-padded
+        position = torch.arange(len(labels), device=labels.device) - (counts.cumsum(0) - counts)[labels]
+        points[labels, position] = features
+        mask = torch.arange(points.shape[1], device=labels.device)[None] < counts[:, None]
         centers = kmeans(points, self.options.proxies, self.world.generator, mask=mask)
-        norm = mean_row_norm(head, task.index)
-        head.set_block(task.index, (centers * norm).flatten(0, 1))
+        norm = mean_row_norm(self.model.head, task.index)
+        self.model.head.set_block(task.index, (centers * norm).flatten(0, 1))
 
     def stages(self, task: Task) -> list[Stage]:
         main = self.main_stage(task)
@@ -121,7 +119,7 @@ class PODNet(ExemplarMethod):
         )
         return [main, balance]
 
-    def trained(self, task: Task) -> tuple[str, ...]:
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
         return ("model.backbone", "model.head.scale", f"model.head.blocks.{task.index}")
 
     def loss(self, batch: Batch) -> Terms:
@@ -129,9 +127,7 @@ class PODNet(ExemplarMethod):
         maps, features, scores = self.model(batch.images)
         scale = cast(ProxyHead, self.model.head).scale
         terms = {"nca": nca_loss(scores, batch.labels, scale, o.margin, o.nca)}
-        if self.teacher is not None:
-            with torch.no_grad():
-                old = self.teacher(batch.images)
+        if (old := self.teacher_output(batch.images)) is not None:
             factor = math.sqrt(task.n_seen / task.n_new)
             terms["flat"] = o.lambda_flat * factor * pod_flat(features, old.features)
             terms["spatial"] = o.lambda_spatial * factor * pod_spatial(maps, old.maps)

@@ -1,11 +1,12 @@
-"""What methods with prototypes in place of exemplars share: their statistics, draws, and rotation classes.
+"""The base of PASS and FCS: prototypes instead of exemplars, and rotation labels.
 
-Each class has one output for each rotation of an image by a multiple of 90 degrees, and is remembered by the
-mean of its features (its prototype) and their spread around it. In place of old images, later tasks see draws
+Each class has four outputs, one per rotation of an image by a multiple of 90 degrees. Old classes are represented by
+the mean of their features (the prototype) and the variance around it. Instead of old images, later tasks train on
+draws
 
     p_c + r e,   e ~ N(0, I),   r^2 = mean over classes of trace(Cov_c) / d,
 
-c uniform over the old classes. Statistics are taken in `end_task`, with the weights that are delivered.
+with c uniform over the old classes. `end_task` computes the statistics with the final weights of the task.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor
 from incvec.config import Ints, TrainOptions
 from incvec.contracts import Task
 from incvec.data import class_means
-from incvec.methods.common import ImageMethod, extract
+from incvec.methods.common import ImageMethod
 from incvec.nets import Head, LinearHead
 
-ROTATIONS = 4  # outputs a class
+ROTATIONS = 4  # outputs per class
 
 
 class PrototypeOptions(TrainOptions):
-    """The IVT paper's setting for methods without exemplars, and the weights PASS and FCS share."""
+    """The IVT paper's settings for methods without exemplars, and the weights that PASS and FCS share."""
 
     epochs: int = Field(100, ge=1, description="epochs of an incremental task")
     optimizer: Literal["sgd", "adam", "adamw"] = "adam"
@@ -38,15 +39,15 @@ class PrototypeOptions(TrainOptions):
     lambda_distil: float = Field(10.0, ge=0)
     lambda_prototypes: float = Field(10.0, ge=0)
     draws: Literal["batch", "ratio"] = Field(
-        "batch", description="prototype draws a step: as many as images, or that times old over new classes"
+        "batch", description="prototype draws per step: the batch size, or the batch size times old / new classes"
     )
-    radius: Literal["base", "all"] = Field("base", description="the classes whose spread makes the radius")
-    prototype_view: Literal["test", "train"] = Field("test", description="the view prototypes are taken in")
+    radius: Literal["base", "all"] = Field("base", description="classes whose variance defines the radius")
+    prototype_view: Literal["test", "train"] = Field("test", description="view in which prototypes are computed")
 
 
 @torch.no_grad()
-def spread(features: Tensor, labels: Tensor, means: Tensor) -> Tensor:
-    """trace(Cov_c) / d of every class, the covariance being the unbiased one; 0 for a class of one sample."""
+def class_variances(features: Tensor, labels: Tensor, means: Tensor) -> Tensor:
+    """trace(Cov_c) / d per class, with the unbiased covariance; 0 for a class with one sample."""
     squares = (features - means[labels]).square().sum(1, keepdim=True)
     counts = torch.bincount(labels, minlength=len(means))
     biased = class_means(squares, labels, len(means)).squeeze(1)
@@ -54,7 +55,7 @@ def spread(features: Tensor, labels: Tensor, means: Tensor) -> Tensor:
 
 
 def draw_around(prototypes: Tensor, radius: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """`count` draws p_c + r e with c uniform over the rows of `prototypes`: the draws, and their classes."""
+    """`count` draws p_c + r e with c uniform over the rows of `prototypes`, and their classes c."""
     device = prototypes.device
     classes = torch.randint(len(prototypes), (count,), generator=generator, device=device)
     noise = torch.randn(count, prototypes.shape[1], generator=generator, device=device)
@@ -62,9 +63,9 @@ def draw_around(prototypes: Tensor, radius: Tensor, count: int, generator: torch
 
 
 def feature_distance(new: Tensor, old: Tensor, weight: Tensor | None = None) -> Tensor:
-    """|| new - old ||, one Euclidean norm over the whole matrix, neither squared nor averaged.
+    """|| new - old ||_F over the whole matrix, neither squared nor averaged.
 
-    `weight` (0 or 1 for each row) leaves rows out. The value grows with the root of the number of rows.
+    It grows with the square root of the number of rows. `weight` (0 or 1 per row) excludes rows.
     """
     difference = new - old if weight is None else (new - old) * weight[:, None]
     distance: Tensor = torch.linalg.vector_norm(difference)
@@ -72,7 +73,7 @@ def feature_distance(new: Tensor, old: Tensor, weight: Tensor | None = None) -> 
 
 
 class PrototypeMethod(ImageMethod):
-    """A head with an output for each class and rotation, and class statistics in the store."""
+    """A head with one output per class and rotation, and class statistics in the store."""
 
     options: PrototypeOptions
     head_start: ClassVar[Literal["kaiming", "default"]] = "default"
@@ -80,22 +81,22 @@ class PrototypeMethod(ImageMethod):
     def make_head(self, width: int) -> Head:
         return LinearHead(width, ROTATIONS, init=self.head_start)
 
-    def draw(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Noisy prototypes of old classes and their labels among the outputs, 4c: no rotation."""
+    def class_logits(self, logits: Tensor) -> Tensor:
+        """The outputs of images without rotation."""
+        return logits[:, ::ROTATIONS]
+
+    def draw_prototypes(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Noisy prototypes of old classes, and their labels 4c (no rotation)."""
         ratio = self.task.n_old // self.task.n_new if self.options.draws == "ratio" else 1
         count = batch_size * max(ratio, 1)
         drawn, classes = draw_around(self.store["prototypes"], self.store["radius"], count, self.world.generator)
         return drawn, ROTATIONS * classes
 
     def end_task(self, task: Task) -> None:
-        """Prototypes and spread of the task's classes, below those of the classes before."""
-        rows = self.rows_of(task.classes)
-        labels = self.world.train.labels[rows] - task.first
-        features = extract(self.model, self.world, rows, self.options.prototype_view)
+        """Compute prototypes and variances of the task's classes."""
+        features, labels = self.new_class_features(task, self.options.prototype_view)
         means = class_means(features, labels, task.n_new)
-        for name, new in {"prototypes": means, "spread": spread(features, labels, means)}.items():
-            known = self.store.get(name)
-            self.store[name] = new if known is None else torch.cat([known[: task.n_old], new])
+        self.append_to_store(task, prototypes=means, spread=class_variances(features, labels, means))
         counted = self.world.tasks[0].n_seen if self.options.radius == "base" else task.n_seen
         self.store["radius"] = self.store["spread"][:counted].mean().sqrt()
 
@@ -103,6 +104,6 @@ class PrototypeMethod(ImageMethod):
         self.store["means"] = F.normalize(self.store["prototypes"], dim=1)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """The outputs of the images as they are; beside them, nearness to the prototypes."""
+        """The head's logits, and the distances to the prototypes."""
         _, features, logits = self.model(images)
-        return {"cnn": logits[:, ::ROTATIONS], "nme": self.nearest_mean(features)}
+        return {"cnn": self.class_logits(logits), "nme": self.nearest_mean(features)}

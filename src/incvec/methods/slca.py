@@ -1,21 +1,21 @@
 """SLCA: slow learner with classifier alignment (Zhang et al., ICCV 2023, https://arxiv.org/abs/2303.05118).
 
-A pre-trained network is tuned slowly, its classifier faster; then the classifier alone is aligned on draws from a
-Gaussian for each class seen, N(k mean_c, covariance_c), k = 0.9 + 0.1 (task of c + 1) / (task + 1), the statistics
-being those of the class's own time. The alignment divides a sample's logits by tau = 0.1 times the mean, over the
-tasks, of the norms of the tasks' logits.
+A pre-trained network is tuned slowly, its classifier faster. Then the classifier alone is aligned on draws from one
+Gaussian per class seen, N(k mean_c, covariance_c), k = 0.9 + 0.1 (task of c + 1) / (task + 1), with the statistics
+from the task of the class. The alignment divides the logits of a sample by tau = 0.1 times the mean, over the tasks,
+of the norms of the tasks' logits.
 
-Two forms. `linear` is the original: an image tower with a new linear block a task, cross-entropy over the task's own
-classes, alignment from the second task on, and the head put back afterwards, before the next task begins. `two-tower`
-is what the IVT paper most likely ran, SPU's code (https://github.com/wx-zhang/spu): FLYP's loss on both towers, the two
-projections being the classifier, aligned after every task against the sentences of the classes, and left so.
+Two forms. `linear` is the original: an image tower with a new linear block per task, cross-entropy over the task's own
+classes, alignment from the second task on, and the head restored afterwards, before the next task. `two-tower` is most
+likely what the IVT paper ran, SPU's code (https://github.com/wx-zhang/spu): FLYP's loss on both towers, with the two
+projections as the classifier, which is aligned after every task with the sentences of the classes and not restored.
 
-Where we differ from that code: samples are drawn afresh for every step (one for each class and place in the epoch),
-and all are used; text vectors are normalized, the norms averaged, and only classes seen have a column. `compat="spu"`
-has its vectors, norms and columns, and its loop, which cuts each batch out of the one before: after the first (256
-of the shuffled samples) an epoch's batches are empty, and Adam steps on with a gradient of 0. Its larger rate of the
-projections is canceled by its schedule; here `head_rate` is 1 for the two-tower form. The original's augmentation is
-left out, its SGD schedule is the preset's choice.
+Differences from that code: samples are drawn again for every step (one per class and position in the epoch), and all
+are used; text vectors are normalized, the norms are averaged, and only classes seen have a column. `compat="spu"`
+reproduces its vectors, norms and columns, and its loop, which takes each batch from the previous one: after the first
+(256 of the shuffled samples), the batches of an epoch are empty, and Adam continues with a gradient of 0. Its larger
+learning rate of the projections is canceled by its schedule; here `head_rate` is 1 for the two-tower form. The
+original's augmentation is omitted; its SGD schedule is the preset's choice.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import Tensor
 from incvec.contracts import Batch, Group, Optimizer, Schedule, Stage, Task, Terms
 from incvec.data.gaussians import GaussianSource, class_gaussians
 from incvec.data.prompts import sentences
-from incvec.methods.common import extract
+from incvec.methods.common import extract_features
 from incvec.methods.finetune import local_cross_entropy
 from incvec.methods.flyp import FLYP, FLYPOptions
 from incvec.nets.dual import TowerClassifier
@@ -43,20 +43,20 @@ SOURCE = "gaussians"
 
 class SLCAOptions(FLYPOptions):
     form: Literal["two-tower", "linear"] = "two-tower"
-    head_rate: float = Field(1.0, gt=0, description="the classifier's learning rate, in those of the rest")
-    align_caption: str = Field("a photo of a {}", description="the classes' sentences in the alignment")
+    head_rate: float = Field(1.0, gt=0, description="learning rate of the classifier relative to the rest")
+    align_caption: str = Field("a photo of a {}", description="sentence of a class in the alignment")
     align_epochs: int = Field(3, ge=0)
     align_lr: float = Field(5e-6, gt=0)
     align_batch_size: int = Field(256, ge=1)
     align_schedule: Literal["constant", "cosine", "spu_cosine"] = "constant"
-    samples: int = Field(256, ge=1, description="draws of each class an epoch")
+    samples: int = Field(256, ge=1, description="draws per class and epoch")
     tau: float = Field(0.1, gt=0, description="temperature of the normalized logits")
-    ridge: float = Field(1e-4, gt=0, description="added to the covariances' diagonal")
-    compat: Literal["paper", "spu"] = Field("paper", description="the alignment as meant, or as SPU's code has it")
+    ridge: float = Field(1e-4, gt=0, description="added to the diagonal of the covariances")
+    compat: Literal["paper", "spu"] = Field("paper", description="alignment as in the paper, or as in SPU's code")
 
 
 class NormalHead(LinearHead):
-    """A linear head whose rows start from a normal of deviation 0.02, cut off at two of them, its biases at 0."""
+    """A linear head initialized from a normal distribution with std 0.02, truncated at two std; biases are 0."""
 
     def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         uniform = torch.rand(rows, self.width, generator=generator, device=generator.device)
@@ -70,11 +70,11 @@ def mean_scales(tasks: Sequence[Task], now: int) -> list[float]:
     return [0.9 + 0.1 * (task.index + 1) / (now + 1) for task in tasks[: now + 1] for _ in task.classes]
 
 
-def normalized(logits: Tensor, bounds: Sequence[int], tau: float, own: bool = False) -> Tensor:
-    """logits / (tau n): n the mean of the norms of each task's logits, or for each task's its `own`."""
+def normalized_logits(logits: Tensor, bounds: Sequence[int], tau: float, per_task: bool = False) -> Tensor:
+    """logits / (tau n), with n the mean over the tasks of the norms of their logits; `per_task`: each task's norm."""
     blocks = [logits[:, first:last] for first, last in pairwise(bounds)]
     norms = torch.stack([block.norm(dim=1) for block in blocks], dim=1) + 1e-7
-    if own:
+    if per_task:
         return torch.cat([block / norm[:, None] for block, norm in zip(blocks, norms.unbind(1), strict=True)], 1) / tau
     return logits / (norms.mean(1, keepdim=True) * tau)
 
@@ -136,7 +136,7 @@ class SLCA(FLYP):
         return epochs
 
     def begin_task(self, task: Task) -> None:
-        """The head as it was before its last alignment, in the original's form."""
+        """Restore the head from before its last alignment, in the linear form."""
         for name in [name for name in self.store if name.startswith("unaligned.")]:
             parameter = self.model.get_parameter(name.removeprefix("unaligned."))
             with torch.no_grad():
@@ -153,41 +153,39 @@ class SLCA(FLYP):
                 sentences(self.options.align_caption, self.world.class_names[: task.n_seen])
             ).to(self.world.device)
             self.model.eval()
-            with torch.no_grad(), self.world.autocast():  # the tower rests in this stage, its projection does not
+            with torch.no_grad(), self.world.autocast():  # frozen in this stage, except for its projection
                 self.store["sentences"] = self.model.dual.text_tower(tokens).float()
-        self.take_statistics(task)
+        self.update_gaussians(task)
         if self.options.compat == "spu":
             self.store["align_steps"] = torch.zeros((), dtype=torch.int64, device=self.world.device)
         return torch.arange(task.n_seen, device=self.world.device).repeat_interleave(self.options.samples)
 
-    def take_statistics(self, task: Task) -> None:
-        """Mean and covariance of the task's classes; those of older classes stay what they were."""
+    def update_gaussians(self, task: Task) -> None:
+        """Compute mean and covariance of the task's classes, unless done already."""
         if len(self.store.get("means", ())) < task.n_seen:
             rows = self.rows_of(task.classes)
-            features = extract(cast(Any, self.model), self.world, rows)
+            features = extract_features(self.model, self.world, rows)
             means, factors = class_gaussians(features, self.world.train.labels[rows], task.classes, self.options.ridge)
-            for name, fresh in (("means", means), ("factors", factors)):
-                self.store[name] = torch.cat([self.store.get(name, fresh[:0]), fresh])
+            self.append_to_store(task, means=means, factors=factors)
         self.restored()
 
     def restored(self) -> None:
-        """The source is made of what the store holds."""
+        """Add the source of class Gaussians."""
         if len(self.store.get("means", ())) == self.task.n_seen:
             scales = torch.tensor(mean_scales(self.world.tasks, self.task.index), device=self.world.device)
-            source = GaussianSource(self.store["means"], self.store["factors"], scales)
-            self.world.add_source(SOURCE, source)
+            self.world.add_source(SOURCE, GaussianSource(self.store["means"], self.store["factors"], scales))
 
     def refresh(self, task: Task) -> None:
-        """The weights have been replaced: the task's classes have other features now."""
+        """Recompute the Gaussians of the task's classes with the new weights."""
         for name in ("means", "factors"):
             if name in self.store:
                 self.store[name] = self.store[name][: task.n_old]
-        self.take_statistics(task)
+        self.update_gaussians(task)
 
     def end_task(self, task: Task) -> None:
         self.store.pop("sentences", None)
         self.store.pop("align_steps", None)
-        self.take_statistics(task)  # where there was no alignment
+        self.update_gaussians(task)  # if there was no alignment
 
     # Losses ---------------------------------------------------------------------------------------------
 
@@ -197,7 +195,7 @@ class SLCA(FLYP):
         return {"ce": local_cross_entropy(self.model(batch.images).logits, batch.labels, self.task.n_old)}
 
     def alignment(self, batch: Batch) -> Terms:
-        """Cross-entropy of drawn features over the classes seen, the logits normalized."""
+        """Cross-entropy of drawn features over the classes seen, with normalized logits."""
         o, (features,) = self.options, batch.views
         spu = o.compat == "spu"
         if self.linear:
@@ -207,14 +205,14 @@ class SLCA(FLYP):
             texts = dual.embed_texts(self.store["sentences"])
             logits = dual.similarities(self.model.unit(features), texts if spu else F.normalize(texts, dim=1))
         bounds = [0, *(task.last for task in self.world.tasks[: self.task.index + 1])]
-        logits = normalized(logits, bounds, o.tau, own=spu)
-        if spu:  # classes to come have a column of zeros
+        logits = normalized_logits(logits, bounds, o.tau, per_task=spu)
+        if spu:  # future classes have a column of zeros
             logits = F.pad(logits, (0, self.world.tasks[-1].last - logits.shape[1]))
         loss = F.cross_entropy(logits, batch.labels)
-        return {"align": loss * self.opens_epoch() if spu else loss}
+        return {"align": loss * self.is_first_step() if spu else loss}
 
-    def opens_epoch(self) -> Tensor:
-        """1 in the first step of each epoch of the alignment, 0 in all others."""
+    def is_first_step(self) -> Tensor:
+        """1 in the first step of each epoch of the alignment, 0 otherwise."""
         count = self.task.n_seen * self.options.samples
         steps = count // min(self.options.align_batch_size, count)
         first = self.store["align_steps"] % steps == 0

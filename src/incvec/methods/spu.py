@@ -1,16 +1,16 @@
 """SPU: selective parameter update (Zhang et al., CVPR 2024, https://arxiv.org/abs/2308.12462).
 
-Of the pre-trained model only the first layer of every block's perceptron, in both towers, and the image projection are
-candidates. Before a task, a pass over a quarter of its images adds up the gradient of
+Only the first layer of every block's MLP, in both towers, and the image projection are trained. Before a task, a pass
+over a quarter of its images sums the gradient of
 
-    mean over the rows of ||S_row||^2,   S = exp(s) u v' of a batch's images and captions
+    mean over the rows of ||S_row||^2,   S = exp(s) u v' of a batch's images and captions.
 
-and of each such weight matrix the 10 % of entries with the largest |sum| may change; biases and the projection may
-change altogether. Training is FLYP's loss, the gradients multiplied by the mask before anybody sees them.
+In each of these weight matrices, only the 10 % of entries with the largest |sum| are updated; biases and the
+projection are updated completely. Training uses FLYP's loss, with the gradients multiplied by the mask.
 
-The authors keep a buffer of old images; the IVT paper lists the method as one without exemplars, and so it is here.
+The authors keep a buffer of old images; the IVT paper lists SPU as a method without exemplars, and so it is here.
 Their pass does not clear gradients between its batches, so early ones count several times; here each counts once.
-Their weight decay moves masked entries too; with Adam and none, as here, what is masked does not move at all.
+Their weight decay also changes masked entries; with Adam and no weight decay, as here, masked entries do not change.
 """
 
 from __future__ import annotations
@@ -30,47 +30,44 @@ SCORE, MASK = "score.", "mask."
 
 
 class SPUOptions(FLYPOptions):
-    share: float = Field(0.1, gt=0, le=1, description="of a matrix's entries that may change")
-    score_share: float = Field(0.25, gt=0, le=1, description="of the task's images that the scores are taken on")
+    share: float = Field(0.1, gt=0, le=1, description="share of the entries of a matrix that are updated")
+    score_share: float = Field(0.25, gt=0, le=1, description="share of the task's images for the scores")
 
 
 def row_energy(similarities: Tensor) -> Tensor:
-    """The mean over the rows of their squared norm."""
+    """Mean squared norm of the rows."""
     return similarities.square().sum(1).mean()
 
 
 def top_mask(score: Tensor, share: float) -> Tensor:
-    """True for the given share of entries, those of largest magnitude."""
+    """True for the given share of the entries: those of largest magnitude."""
     count = max(1, int(share * score.numel()))
-    chosen = score.abs().flatten().topk(count).indices
+    largest = score.abs().flatten().topk(count).indices
     mask = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
-    mask[chosen] = True
+    mask[largest] = True
     return mask.view_as(score)
 
 
 class SPU(FLYP):
     name = "spu"
-    summary = "fine-tunes a tenth of the first perceptron layers' weights of both towers, chosen by gradient"
+    summary = "fine-tunes a tenth of the weights in the first MLP layers of both towers, selected by gradient"
     paper = "Overcoming Generic Knowledge Loss with Selective Parameter Update, https://arxiv.org/abs/2308.12462"
     Options = SPUOptions
     options: SPUOptions
 
-    def masked(self) -> dict[str, nn.Parameter]:
-        """The matrices of which only a share may change, by the method's names."""
+    def candidates(self) -> dict[str, nn.Parameter]:
+        """The parameters of the first MLP layers, by their names in the method."""
         layers = self.model.dual.first_layers
         named = self.model.dual.named_parameters(prefix="model.dual")
-        return {name: p for name, p in named if any(layer in name for layer in layers) and p.dim() > 1}
+        return {name: p for name, p in named if any(layer in name for layer in layers)}
 
-    def trained(self, task: Task) -> tuple[str, ...]:
-        layers = self.model.dual.first_layers
-        named = self.model.dual.named_parameters(prefix="model.dual")
-        candidates = [name for name, _ in named if any(layer in name for layer in layers)]
-        return (*candidates, "model.dual.image_projection")
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
+        return (*self.candidates(), "model.dual.image_projection")
 
     def stages(self, task: Task) -> list[Stage]:
         main = self.main_stage(task)
-        resting = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
-        score = main.replace(name="score", role="measure", epochs=1, groups=resting, optimizer=None, loss=self.energy)
+        groups = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
+        score = main.replace(name="score", role="measure", epochs=1, groups=groups, optimizer=None, loss=self.energy)
         return [score, main]
 
     def begin_stage(self, task: Task, stage: Stage) -> Tensor:
@@ -78,19 +75,19 @@ class SPU(FLYP):
             return super().begin_stage(task, stage)
         for name in [name for name in self.store if name.startswith(MASK)]:
             del self.store[name]
-        self.store |= {SCORE + name: torch.zeros_like(p) for name, p in self.masked().items()}
+        self.store |= {SCORE + name: torch.zeros_like(p) for name, p in self.candidates().items() if p.dim() > 1}
         rows = self.training_rows(task)
         shuffled = torch.randperm(len(rows), generator=self.world.generator, device=rows.device)
         return rows[shuffled[: math.ceil(self.options.score_share * len(rows))]]
 
     def energy(self, batch: Batch) -> Terms:
         dual = self.model.dual
-        texts, which = self.captions(batch.labels)
+        texts, index = self.captions(batch.labels)
         images = self.model.unit(dual.image_tower(batch.images))
-        return {"energy": row_energy(dual.similarities(images, texts.index_select(0, which)))}
+        return {"energy": row_energy(dual.similarities(images, texts.index_select(0, index)))}
 
     def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add up the scores while there are scores, else mask. What the store holds says which pass it is."""
+        """Sum the scores in the measuring pass, apply the mask in training: the store has the entries of only one."""
         for name, parameter in parameters.items():
             if parameter.grad is None:
                 continue

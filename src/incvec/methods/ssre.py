@@ -1,26 +1,25 @@
 """SSRE: self-sustaining representation expansion (Zhu et al., CVPR 2022, https://arxiv.org/abs/2203.06359).
 
-No old images. In an increment every 3x3 convolution of a block gets a 1x1 one beside it, the adapter, which starts at
-zero; only adapters and classifier are trained, so the stem stays what the base task made it. Afterwards the adapter is
-padded to 3x3 and added to the kernel, so the network keeps its shape. A sample's likeness to the old classes,
-s = max_c cos(f, p_c) over their prototypes p_c, decides what it is for: L = mean (1 - s) CE + sum s |f - f_old| +
-lambda CE(prototypes), where logits are divided by the temperature throughout.
+No exemplars. In an increment every 3x3 convolution of a block gets a parallel 1x1 convolution, the adapter, which
+starts at zero. Only adapters and classifier are trained, so the stem keeps its weights from the base task. After the
+task the adapter is padded to 3x3 and added to the kernel, so the network keeps its shape. The similarity of a sample
+to the old classes, s = max_c cos(f, p_c) over their prototypes p_c, weights the losses:
 
-The authors fold BatchNorm into the convolutions after the base task; here it stays and runs on its statistics,
-unchanged, as in PyCIL: the same function, though a step of the optimizer on an adapter is then scaled as the layer's
-outputs are. Their rate in increments is 2e-4; the IVT paper names 1e-3 for all methods without exemplars. A 1x1
-convolution beside a 3x3 one is the 3x3 whose kernel has it added in the middle, so both run as one, and folding
-changes no output. The weights s carry no gradient (the authors let it through, PyCIL does not), and are at least 0, as
-they are after a ReLU anyway. The base task's training is not part of the authors' release; it is PyCIL's. Prototypes
-are class means under the test view. PyCIL's stronger augmentation in the first increment is left out: it is there by
-an error in a condition.
+    L = mean (1 - s) CE + sum s |f - f_old| + lambda CE(prototypes), with all logits divided by the temperature.
 
-Adapters are new in the first increment: they have no F and no weights before, so that there `ivt`, `cofima` and
-`fisher-merge` act on the classifier alone; from the second on they act on adapters and classifier. `magmax` and `imm`
-merge what a task ends with, the folded kernels.
+Differences: the authors fold BatchNorm into the convolutions after the base task. Here BatchNorm stays, frozen, as in
+PyCIL: the same function, but optimizer steps on an adapter are scaled like the layer's outputs. Their learning rate in
+increments is 2e-4; the IVT paper states 1e-3 for all methods without exemplars. The adapter and its convolution run as
+one 3x3 convolution, and folding does not change outputs. The weights s carry no gradient (with the authors they do,
+with PyCIL they do not) and are clamped at 0, which has no effect after a ReLU. The authors did not release the
+training of the base task; it is PyCIL's. Prototypes are class means under the test view. PyCIL uses stronger
+augmentation in the first increment because of an error in a condition; we do not.
 
-The distillation is a sum, so with several ranks it acts on local batches: averaged over the ranks it weighs what it
-would with a batch of the local size.
+Adapters are new in the first increment: they have no F and no previous weights. So in the first increment `ivt`,
+`cofima` and `fisher-merge` act only on the classifier; from the second one on they also act on the adapters. `magmax`
+and `imm` merge the weights at the end of a task, with folded kernels.
+
+The distillation term is a sum. With several ranks it is the average of the sums over the local batches.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from torch import Tensor, nn
 from incvec.config import Ints, TrainOptions
 from incvec.contracts import Batch, Stage, Task, Terms, World
 from incvec.data.select import class_means
-from incvec.methods.common import ImageMethod, exchange_convs, extract
-from incvec.nets import Head, LinearHead
+from incvec.methods.common import ImageMethod, replace_convs
 
 
 class SSREOptions(TrainOptions):
@@ -50,7 +48,7 @@ class SSREOptions(TrainOptions):
 
 
 class AdaptedConv(nn.Conv2d):
-    """A 3x3 convolution with, from the first increment on, a 1x1 adapter beside it."""
+    """A 3x3 convolution that has, from the first increment on, a parallel 1x1 adapter."""
 
     adapter: nn.Parameter | None
 
@@ -59,45 +57,45 @@ class AdaptedConv(nn.Conv2d):
         self.register_parameter("adapter", None)
 
     def kernel(self) -> Tensor:
-        """W + A in its middle: conv3x3(x, W) + conv1x1(x, A) as one convolution."""
+        """W with A added at its center: conv3x3(x, W) + conv1x1(x, A) as one convolution."""
         return self.weight if self.adapter is None else self.weight + F.pad(self.adapter, (1, 1, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x, self.kernel(), self.bias, self.stride, self.padding)
 
     def attach(self) -> None:
-        """An adapter of zeros, where there is none yet."""
+        """Add an adapter of zeros if there is none yet."""
         if self.adapter is None:
             self.adapter = nn.Parameter(self.weight.new_zeros(self.out_channels, self.in_channels, 1, 1))
 
     @torch.no_grad()
     def fold(self) -> None:
-        """The adapter becomes part of the kernel and starts again at zero."""
+        """Add the adapter to the kernel and reset it to zero."""
         if self.adapter is not None:
             self.weight.copy_(self.kernel())
             self.adapter.zero_()
 
 
-def likeness(features: Tensor, prototypes: Tensor) -> Tensor:
-    """s_i = max_c cos(f_i, p_c), from 0 to 1, without gradient."""
+def prototype_similarity(features: Tensor, prototypes: Tensor) -> Tensor:
+    """s_i = max_c cos(f_i, p_c), clamped to [0, 1], without gradient."""
     cosines = F.linear(F.normalize(features.detach(), dim=1), F.normalize(prototypes, dim=1))
     return cosines.amax(1).clamp(min=0)
 
 
-def weighted_cross_entropy(logits: Tensor, labels: Tensor, likeness: Tensor, temperature: float) -> Tensor:
-    """mean_i (1 - s_i) CE(z_i / T, y_i): what resembles no old class is for learning."""
-    return ((1 - likeness) * F.cross_entropy(logits / temperature, labels, reduction="none")).mean()
+def weighted_cross_entropy(logits: Tensor, labels: Tensor, similarity: Tensor, temperature: float) -> Tensor:
+    """mean_i (1 - s_i) CE(z_i / T, y_i): samples unlike the old classes are learned."""
+    return ((1 - similarity) * F.cross_entropy(logits / temperature, labels, reduction="none")).mean()
 
 
-def weighted_distillation(new: Tensor, old: Tensor, likeness: Tensor) -> Tensor:
-    """sum_i s_i |f_i - f_old,i|: what resembles an old class is for keeping. A sum over the batch, as coded."""
+def weighted_distillation(new: Tensor, old: Tensor, similarity: Tensor) -> Tensor:
+    """sum_i s_i |f_i - f_old,i|: samples like an old class preserve it. A sum, not a mean."""
     distance: Tensor = torch.linalg.vector_norm(new - old, dim=1)
-    return (likeness * distance).sum()
+    return (similarity * distance).sum()
 
 
 class SSRE(ImageMethod):
     name = "ssre"
-    summary = "1x1 adapters beside frozen convolutions, folded into them after each task; prototypes, no exemplars"
+    summary = "1x1 adapters parallel to frozen convolutions, folded in after each task; prototypes, no exemplars"
     paper = (
         "Self-Sustaining Representation Expansion for Non-Exemplar Class-Incremental Learning, "
         "https://arxiv.org/abs/2203.06359"
@@ -107,26 +105,23 @@ class SSRE(ImageMethod):
 
     def __init__(self, options: SSREOptions, world: World) -> None:
         super().__init__(options, world)
-        exchange_convs(self.model.backbone.stages, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
+        replace_convs(self.model.backbone.stages, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
 
-    def make_head(self, width: int) -> Head:
-        return LinearHead(width)
-
-    def adapted(self) -> dict[str, AdaptedConv]:
-        """Every convolution of the deployed model that takes an adapter, by name."""
+    def adapted_convs(self) -> dict[str, AdaptedConv]:
+        """The convolutions with adapters, by name."""
         named = self.model.named_modules(prefix="model")
         return {name: module for name, module in named if isinstance(module, AdaptedConv)}
 
     def grow(self, task: Task) -> None:
         super().grow(task)
         if task.index > 0:
-            for conv in self.adapted().values():
+            for conv in self.adapted_convs().values():
                 conv.attach()
 
-    def trained(self, task: Task) -> tuple[str, ...]:
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
         if task.index == 0:
             return ("model",)
-        return (*(f"{name}.adapter" for name in self.adapted()), "model.head")
+        return (*(f"{name}.adapter" for name in self.adapted_convs()), "model.head")
 
     def stages(self, task: Task) -> list[Stage]:
         return [self.main_stage(task, batchnorm="train" if task.index == 0 else "frozen")]
@@ -134,29 +129,21 @@ class SSRE(ImageMethod):
     def loss(self, batch: Batch) -> Terms:
         o, task = self.options, self.task
         _, features, logits = self.model(batch.images)
-        if self.teacher is None:
+        old = self.teacher_output(batch.images)
+        if old is None:
             return {"ce": F.cross_entropy(logits / o.temperature, batch.labels)}
-        with torch.no_grad():
-            old = self.teacher(batch.images).features
         prototypes = self.store["prototypes"]
-        s = likeness(features, prototypes)
+        s = prototype_similarity(features, prototypes)
         size, device = len(batch.labels), batch.labels.device
-        drawn = torch.randint(task.n_old, (size,), generator=self.world.generator, device=device)
-        remembered = self.model.head(prototypes.index_select(0, drawn))
+        classes = torch.randint(task.n_old, (size,), generator=self.world.generator, device=device)
+        prototype_logits = self.model.head(prototypes.index_select(0, classes))
         return {
             "ce": weighted_cross_entropy(logits, batch.labels, s, o.temperature),
-            "distil": o.lambda_distil * weighted_distillation(features, old, s),
-            "prototypes": o.lambda_prototypes * F.cross_entropy(remembered / o.temperature, drawn),
+            "distil": o.lambda_distil * weighted_distillation(features, old.features, s),
+            "prototypes": o.lambda_prototypes * F.cross_entropy(prototype_logits / o.temperature, classes),
         }
 
     def end_task(self, task: Task) -> None:
-        for conv in self.adapted().values():
+        for conv in self.adapted_convs().values():
             conv.fold()
-        rows = self.rows_of(task.classes)
-        features = extract(self.model, self.world, rows)
-        new = class_means(features, self.world.train.labels[rows] - task.first, task.n_new)
-        known = [self.store["prototypes"][: task.n_old]] if task.index > 0 else []
-        self.store["prototypes"] = torch.cat([*known, new])
-
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return {"cnn": self.model(images).logits}
+        self.append_to_store(task, prototypes=class_means(*self.new_class_features(task), task.n_new))

@@ -1,7 +1,7 @@
-"""Zero-shot classification: the pre-trained model as it is, by sentences (CLIP, https://arxiv.org/abs/2103.00020).
+"""Zero-shot classification with a pre-trained dual encoder, by sentences (CLIP, https://arxiv.org/abs/2103.00020).
 
-Nothing is trained, so nothing is forgotten but by confusion with classes that come later. Of a real checkpoint this is
-the first thing to look at: the IVT paper has 68.25 % for CLIP ViT-B/16 on CIFAR-100 and 24.45 % on FGVC-Aircraft.
+Nothing is trained, so accuracy only drops because later classes are confused with earlier ones. Use it to check a
+checkpoint: the IVT paper reports 68.25 % for CLIP ViT-B/16 on CIFAR-100 and 24.45 % on FGVC-Aircraft.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from incvec.methods.dual import DualMethod, DualOptions
 
 class ZeroShot(DualMethod):
     name = "zeroshot"
-    summary = "the pre-trained model of two towers as it is, classified by sentences"
+    summary = "the pre-trained dual encoder without training, classified by sentences"
     paper = "Learning Transferable Visual Models From Natural Language Supervision, https://arxiv.org/abs/2103.00020"
     Options = DualOptions
     trains = False

@@ -1,7 +1,7 @@
 """Backbones by name, heads that grow by appending blocks, and the model that joins the two."""
 
-from incvec.nets.backbones import BACKBONES, backbones, build_backbone, check_backbone, finer, initialize
-from incvec.nets.heads import Block, CosineHead, Head, LinearHead, ProxyHead, mean_row_norm, widened
+from incvec.nets.backbones import BACKBONES, backbones, build_backbone, check_backbone, finer_backbone, initialize
+from incvec.nets.heads import Block, CosineHead, Head, LinearHead, ProxyHead, mean_row_norm, to_float32
 from incvec.nets.model import Classifier
 from incvec.nets.resnet import Backbone, Features, Level, Norm, Plan, Residual
 
@@ -22,8 +22,8 @@ __all__ = [
     "backbones",
     "build_backbone",
     "check_backbone",
-    "finer",
+    "finer_backbone",
     "initialize",
     "mean_row_norm",
-    "widened",
+    "to_float32",
 ]

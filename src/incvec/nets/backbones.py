@@ -1,7 +1,7 @@
 """Backbones by name.
 
-The published methods disagree about "the" ResNet-32: where a ReLU stands after an addition, and how a
-shortcut that halves the map is made. The names say whose variant it is.
+Published methods use different variants of ResNet-32: they differ in the ReLUs after residual additions and in the
+shortcuts that halve the map. The names say whose variant it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from incvec.nets.resnet import Backbone, Level, Norm, Plan
 
 _RESNET32 = (Level(5, 16, 1), Level(5, 32, 2), Level(5, 64, 2))
 _RESNET18 = (Level(2, 64, 1), Level(2, 128, 2), Level(2, 256, 2), Level(2, 512, 2))
-ENOUGH = 4  # the side of a map that still has a middle and borders
+MIN_LAST_SIDE = 4  # smaller last maps lose most spatial information
 
 BACKBONES: Mapping[str, Plan] = {
     "resnet32-rebuffi": Plan(
@@ -49,40 +49,40 @@ BACKBONES: Mapping[str, Plan] = {
     "resnet18-64": Plan(
         "ResNet-18 for 64x64 images: 3x3 stem and max-pooling, total stride 16 (a 4x4 map at the end)",
         _RESNET18,
-        entrance="3x3+pool",
+        stem="3x3+pool",
         shortcut="conv",
     ),
     "resnet18-64-podnet": Plan(
         "ResNet-18 for 64x64 images without a ReLU after the last block of each stage",
         _RESNET18,
-        entrance="3x3+pool",
+        stem="3x3+pool",
         shortcut="conv",
         activation="but-stage-ends",
     ),
     "resnet18-64-lucir": Plan(
         "ResNet-18 for 64x64 images without a ReLU after the last block",
         _RESNET18,
-        entrance="3x3+pool",
+        stem="3x3+pool",
         shortcut="conv",
         activation="but-last",
     ),
     "resnet18": Plan(
         "ResNet-18 for 224x224 images: 7x7 stem of stride 2 and max-pooling, total stride 32",
         _RESNET18,
-        entrance="7x7+pool",
+        stem="7x7+pool",
         shortcut="conv",
     ),
     "resnet18-podnet": Plan(
         "ResNet-18 (stride 32) without a ReLU after the last block of each stage",
         _RESNET18,
-        entrance="7x7+pool",
+        stem="7x7+pool",
         shortcut="conv",
         activation="but-stage-ends",
     ),
     "resnet18-lucir": Plan(
         "ResNet-18 (stride 32) without a ReLU after the last block",
         _RESNET18,
-        entrance="7x7+pool",
+        stem="7x7+pool",
         shortcut="conv",
         activation="but-last",
     ),
@@ -105,38 +105,38 @@ def backbones() -> dict[str, str]:
 
 
 def check_backbone(name: str) -> None:
-    """Refuse a name that no backbone has."""
+    """Raise ConfigError for an unknown name."""
     if name not in BACKBONES:
         known = ", ".join(BACKBONES)
-        raise ConfigError(f"there is no backbone called {name!r}.{nearest(name, BACKBONES)} There are: {known}.")
+        raise ConfigError(f"unknown backbone {name!r}.{nearest(name, BACKBONES)} Available: {known}.")
 
 
-def finer(name: str, side: int) -> str | None:
-    """The same backbone with another entrance, where the named one's last maps are below 4 x 4 and the other's larger.
+def finer_backbone(name: str, side: int) -> str | None:
+    """The same backbone with a stem of smaller stride, if the last maps of the named one are smaller than 4 x 4.
 
-    Of several the coarsest that leaves 4 x 4.
+    Among several, the coarsest whose last maps are at least 4 x 4.
     """
     plan = BACKBONES[name]
     own = plan.last_side(side)
     larger = {
         other: found.last_side(side)
         for other, found in BACKBONES.items()
-        if replace(found, summary=plan.summary, entrance=plan.entrance) == plan and found.last_side(side) > own
+        if replace(found, summary=plan.summary, stem=plan.stem) == plan and found.last_side(side) > own
     }
-    if own >= ENOUGH or not larger:
+    if own >= MIN_LAST_SIDE or not larger:
         return None
-    return min(larger, key=lambda other: (larger[other] < ENOUGH, abs(larger[other] - ENOUGH)))
+    return min(larger, key=lambda other: (larger[other] < MIN_LAST_SIDE, abs(larger[other] - MIN_LAST_SIDE)))
 
 
 def build_backbone(name: str, channels: int = 3, generator: torch.Generator | None = None) -> Backbone:
     """The named backbone for images of `channels` channels, on the CPU, its weights drawn from `generator`.
 
-    Without a generator the draws come from a fresh one with seed 0. The global generator is left as it was.
+    Without a generator the draws come from a fresh one with seed 0. The global generator is not used.
     """
     check_backbone(name)
     if channels < 1:
         raise ValueError(f"a backbone needs images of at least 1 channel, not {channels}")
-    # torch's layers draw initial values from the global generator; those are all replaced below.
+    # torch's layers draw initial values from the global generator; all of them are replaced below.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         backbone = Backbone(BACKBONES[name], channels)
     initialize(backbone, torch.Generator().manual_seed(0) if generator is None else generator)
@@ -145,10 +145,10 @@ def build_backbone(name: str, channels: int = 3, generator: torch.Generator | No
 
 @torch.no_grad()
 def initialize(module: nn.Module, generator: torch.Generator) -> None:
-    """Convolutions from N(0, 2 / (k * k * channels out)), that is kaiming-normal over fan-out; norms 1 and 0.
+    """Convolutions from N(0, 2 / (k * k * channels out)), i.e. Kaiming-normal over fan-out; norms 1 and 0.
 
-    PODNet's authors start the second norm of each block at 0. The later code base that the numbers of the IVT
-    paper most likely come from starts it at 1, and so do we.
+    PODNet's authors initialize the second norm of each block to 0. PyCIL, the likely code base of the IVT paper's
+    numbers, initializes it to 1, and so do we.
     """
     for part in module.modules():
         if isinstance(part, nn.Conv2d):

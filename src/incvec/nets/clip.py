@@ -1,18 +1,18 @@
 """CLIP (Radford et al., ICML 2021, https://arxiv.org/abs/2103.00020) through Hugging Face transformers.
 
-`weights` names one of three things: a model on the hub (openai/clip-vit-base-patch16), a folder that transformers
-wrote, or a file with a state dict in OpenAI's or open_clip's naming (`.safetensors`, or `.pt`/`.bin` of plain tensors),
-beside which the tokenizer's files lie (tokenizer.json, or vocab.json and merges.txt). A leading `~` is the home folder;
-whatever is neither a folder nor a file here, and could be a hub's name (`owner/model`), is asked for there.
+`weights` is a model on the hub (openai/clip-vit-base-patch16), a folder written by transformers, or a file with a state
+dict in OpenAI's or open_clip's naming (`.safetensors`, or `.pt`/`.bin` of plain tensors) with the tokenizer's files
+beside it (tokenizer.json, or vocab.json and merges.txt). A leading `~` is the home folder. A value that is neither a
+local folder nor a local file, and has the form of a hub name (`owner/model`), is loaded from the hub.
 
-OpenAI's own download is a TorchScript archive, which can run code and is refused here. Convert it once, in a place
-where you trust it:
+OpenAI's own download is a TorchScript archive, which can execute code and is refused. Convert it once, in an
+environment where you trust it:
 
     state = torch.jit.load("ViT-B-16.pt", map_location="cpu").state_dict()
     safetensors.torch.save_file({name: t.float().contiguous() for name, t in state.items()}, "ViT-B-16.safetensors")
 
-A state dict does not tell its activation: the tags `openai` and those that end in `quickgelu` mean x sigmoid(1.702 x),
-all others the exact GELU.
+A state dict does not contain its activation: the tag `openai` and tags that end in `quickgelu` select
+x sigmoid(1.702 x), all others the exact GELU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 FILES = (".safetensors", ".pt", ".pth", ".bin")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FIRST_LAYERS = ("mlp.fc1",)
-HEAD_WIDTH = 64  # of an attention head, in all published CLIPs
+HEAD_WIDTH = 64  # of an attention head, in all published CLIP models
 
 
-def needed(module: str) -> Any:
-    """A module of the extra `pretrained`, or the command that installs it."""
+def require(module: str) -> Any:
+    """Import a module of the extra `pretrained`, or raise an error with the command that installs it."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -61,7 +61,7 @@ class Vision(nn.Module):
 
 
 class Text(nn.Module):
-    """The end-of-text token after the last norm. Attention is causal, so padding behind it changes nothing."""
+    """The end-of-text token after the last norm. Attention is causal, so padding after it has no effect."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -90,15 +90,15 @@ def from_transformers(clip: Any, tokenize: Any) -> Dual:
 # From a name, a folder or a file ----------------------------------------------------------------------------
 
 
-def located(weights: str) -> str:
-    """The path that is meant, with the home folder in the place of `~`, or a hub's name as it is."""
-    path = os.path.expanduser(weights)  # a home nobody has stays as it is
+def resolve_weights(weights: str) -> str:
+    """The path with `~` expanded, or a hub name unchanged."""
+    path = os.path.expanduser(weights)
     if not Path(path).exists() and (Path(path).suffix in FILES or not HUB_NAME.fullmatch(path)):
-        meant = "" if path == weights else f" ({path})"
+        expanded = "" if path == weights else f" ({path})"
         raise ConfigError(
-            f"CLIP weights {weights!r}{meant}: there is no such folder or file. Expected a folder written by "
+            f"CLIP weights {weights!r}{expanded}: no such folder or file. Expected a folder written by "
             "transformers' save_pretrained, or a state dict's file with the tokenizer's files beside it. Correct the "
-            "path, or, where the hub can be reached, give a name such as openai/clip-vit-base-patch16."
+            "path, or give the name of a model on the hub, such as openai/clip-vit-base-patch16."
         )
     return path
 
@@ -110,17 +110,17 @@ def is_file(weights: str) -> bool:
 def offline_hint(weights: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"CLIP weights {weights!r} could not be read: {error}. Give a folder written by transformers' save_pretrained, "
-        "a state dict's file, or, where the hub can be reached, a name such as openai/clip-vit-base-patch16."
+        "a state dict's file, or the name of a model on the hub, such as openai/clip-vit-base-patch16."
     )
 
 
 @cache
 def _read(weights: str, tag: str) -> tuple[Any, dict[str, Tensor] | None]:
-    """The configuration and, of a file, its tensors by transformers' names."""
+    """The configuration and, for a file, its tensors under transformers' names."""
     if is_file(weights):
         state = convert(read_state(Path(weights)))
         return config_of(state, quick="openai" in tag or tag.endswith("quickgelu")), state
-    transformers = needed("transformers")
+    transformers = require("transformers")
     if Path(weights).is_dir() and not (Path(weights) / "config.json").is_file():
         raise offline_hint(weights, FileNotFoundError("the folder has no config.json"))
     try:
@@ -130,13 +130,13 @@ def _read(weights: str, tag: str) -> tuple[Any, dict[str, Tensor] | None]:
 
 
 def clip_input(weights: str, tag: str) -> Input:
-    return Input(_read(located(weights), tag)[0].vision_config.image_size, MEAN, STD)
+    return Input(_read(resolve_weights(weights), tag)[0].vision_config.image_size, MEAN, STD)
 
 
 def load_clip(weights: str, tag: str) -> Dual:
     """CLIP in float32, with its tokenizer."""
-    transformers = needed("transformers")
-    weights = located(weights)
+    transformers = require("transformers")
+    weights = resolve_weights(weights)
     config, state = _read(weights, tag)
     try:
         with torch.random.fork_rng(devices=[]):
@@ -153,7 +153,7 @@ def load_clip(weights: str, tag: str) -> Dual:
 
 
 class Tokenizer:
-    """Sentences to numbers, padded to the longest one given."""
+    """Sentences to token numbers, padded to the longest sentence."""
 
     def __init__(self, tokenizer: Any, longest: int) -> None:
         self.tokenizer, self.longest = tokenizer, longest
@@ -168,10 +168,10 @@ class Tokenizer:
 def read_state(path: Path) -> dict[str, Tensor]:
     """The tensors of a file; nothing in it is executed."""
     if not path.is_file():
-        raise DataError(f"{path} is not there; expected a state dict of CLIP.")
+        raise DataError(f"{path} does not exist; expected a state dict of CLIP.")
     try:
         if path.suffix == ".safetensors":
-            state: dict[str, Tensor] = needed("safetensors.torch").load_file(path)
+            state: dict[str, Tensor] = require("safetensors.torch").load_file(path)
             return state
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -195,19 +195,19 @@ _WHOLE = {
     "logit_scale": "logit_scale",
 }
 _NORMS = {
-    "visual.ln_pre": "vision_model.pre_layrnorm",  # spelt so there
+    "visual.ln_pre": "vision_model.pre_layrnorm",  # transformers' spelling
     "visual.ln_post": "vision_model.post_layernorm",
     "ln_final": "text_model.final_layer_norm",
 }
 _PARTS = {"ln_1": "layer_norm1", "ln_2": "layer_norm2", "attn.out_proj": "self_attn.out_proj"}
 _PARTS |= {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
-_TRANSPOSED = ("visual.proj", "text_projection")  # they multiply from the right
+_TRANSPOSED = ("visual.proj", "text_projection")  # stored for multiplication from the right
 _IDLE = ("input_resolution", "context_length", "vocab_size", "attn_mask", "logit_bias")
 _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)\.([a-z_]+)$")
 
 
 def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of OpenAI's or open_clip's naming by transformers' names; one that has them already as it is."""
+    """A state dict in OpenAI's or open_clip's naming under transformers' names; one that has them is unchanged."""
     if any(name.startswith("vision_model.") for name in state):
         return {name: tensor for name, tensor in state.items() if not name.endswith("position_ids")}
     found: dict[str, Tensor] = {}
@@ -225,14 +225,15 @@ def convert(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found |= _block_part(match, tensor)
         else:
             raise DataError(
-                f"{given!r} is no tensor of a CLIP with a vision transformer; expected names like visual.conv1.weight "
-                "and transformer.resblocks.0.ln_1.weight (residual networks as image towers are not converted)."
+                f"{given!r} is not a tensor of a CLIP with a vision transformer; expected names like "
+                "visual.conv1.weight and transformer.resblocks.0.ln_1.weight (residual networks "
+                "as image towers are not supported)."
             )
     return found
 
 
 def _block_part(match: re.Match[str], tensor: Tensor) -> dict[str, Tensor]:
-    """A tensor of one block. Queries, keys and values lie in one matrix there, in three here."""
+    """A tensor of one block. Queries, keys and values are one matrix there and three here."""
     tower = "vision_model" if match[1] else "text_model"
     stem = f"{tower}.encoder.layers.{match[2]}"
     if match[3] == "attn" and match[4].startswith("in_proj_"):
@@ -240,7 +241,7 @@ def _block_part(match: re.Match[str], tensor: Tensor) -> dict[str, Tensor]:
         names = (f"{stem}.self_attn.{which}_proj.{kind}" for which in "qkv")
         return {name: part.clone() for name, part in zip(names, tensor.chunk(3), strict=True)}
     if match[3] not in _PARTS:
-        raise DataError(f"{match[0]!r} is no part of a CLIP block; expected one of {', '.join(_PARTS)}.")
+        raise DataError(f"{match[0]!r} is not a part of a CLIP block; expected one of {', '.join(_PARTS)}.")
     return {f"{stem}.{_PARTS[match[3]]}.{match[4]}": tensor}
 
 
@@ -274,4 +275,4 @@ def config_of(state: Mapping[str, Tensor], quick: bool, head_width: int = HEAD_W
         "pad_token_id": len(words) - 1,
         "projection_dim": joint,
     }
-    return needed("transformers").CLIPConfig(text_config=text, vision_config=vision, projection_dim=joint)
+    return require("transformers").CLIPConfig(text_config=text, vision_config=vision, projection_dim=joint)

@@ -2,7 +2,7 @@
 
     u = normalize(P_i f(image)),   v = normalize(P_t g(sentence)),   logits = exp(s) u v'
 
-`Dual` is the one interface, put together from a tower and a projection for each side; `build_dual` makes one by name:
+`Dual` is the interface: a tower and a projection for each side. `build_dual` builds one by name:
 CLIP (`clip.py`), a small pre-trained pair that needs no hub (`lite.py`), or, for tests and the embedded digits, a
 random one from any backbone's name and a tower that reads letters.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from incvec.contracts import Input, Output
 from incvec.errors import ConfigError, nearest
 from incvec.nets.backbones import BACKBONES, build_backbone
-from incvec.nets.heads import Block, Head, widened
+from incvec.nets.heads import Block, Head, to_float32
 from incvec.nets.resnet import Backbone
 
 Tokenize = Callable[[Sequence[str]], Tensor]
@@ -31,15 +31,15 @@ DUALS: Mapping[str, str] = {
 INITIAL_SCALE = math.log(1 / 0.07)  # CLIP's own start
 
 
-def in_full(layer: nn.Module, x: Tensor) -> Tensor:
-    """The layer in float32, whatever the training precision: it stands where a classifier's head would."""
+def run_in_float32(layer: nn.Module, x: Tensor) -> Tensor:
+    """The layer in float32, whatever the training precision, like a classifier's head."""
     with torch.autocast(x.device.type, enabled=False):
-        y: Tensor = layer(widened(x))
+        y: Tensor = layer(to_float32(x))
         return y
 
 
 def cosines(images: Tensor, texts: Tensor) -> Tensor:
-    """u v' of unit vectors in float32. In bf16 near classes would have equal scores, and the first one would win."""
+    """u v' of unit vectors in float32. In bf16, similar classes would have equal scores."""
     with torch.autocast(images.device.type, enabled=False):
         return images @ texts.T
 
@@ -47,9 +47,9 @@ def cosines(images: Tensor, texts: Tensor) -> Tensor:
 class Dual(nn.Module):
     """Two towers, each with its projection into the common space, and a log-temperature.
 
-    A tower hands out features before its projection (SLCA takes its statistics there); `tokenize` turns sentences into
-    an int64 tensor [N, L] that the text tower reads. `first_layers` are the parts of names by which the first layer of
-    each block's perceptron is known.
+    A tower returns features before its projection (SLCA takes its statistics there); `tokenize` turns sentences into
+    an int64 tensor [N, L] for the text tower. `first_layers` are substrings of parameter names that identify the
+    first layer of each block's MLP.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Dual(nn.Module):
 
     def embed_images(self, features: Tensor) -> Tensor:
         """Image features of the tower in the common space, float32, not normalized."""
-        return in_full(self.image_projection, features)
+        return run_in_float32(self.image_projection, features)
 
     def embed_texts(self, features: Tensor) -> Tensor:
-        return in_full(self.text_projection, features)
+        return run_in_float32(self.text_projection, features)
 
     def encode_texts(self, tokens: Tensor) -> Tensor:
         """Unit vectors of sentences."""
@@ -90,9 +90,9 @@ class Dual(nn.Module):
 class TwoTower(nn.Module):
     """A dual encoder that classifies by sentences: images -> Output((), features, logits over the classes seen).
 
-    Nothing is added for a new class but its sentence, so a task brings no parameters. `features` are the image tower's,
-    before its projection. Sentences go through the text tower at every call, so that gradients and functional calls
-    reach it; an evaluation takes its class vectors once instead.
+    A new class adds its sentence and no parameters. `features` are the image tower's, before its projection. Sentences
+    go through the text tower at every call, so that gradients and functional calls reach it; an evaluation computes
+    its class vectors once.
     """
 
     tokens: Tensor
@@ -108,19 +108,19 @@ class TwoTower(nn.Module):
         self.n_classes += n_classes
 
     def texts(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Unit vectors of the captions of classes first to last, of all seen where no last is given."""
+        """Unit vectors of the captions of classes first to last, or of all classes seen if `last` is None."""
         return self.dual.encode_texts(self.tokens[first : self.n_classes if last is None else last])
 
     def adapted(self, vectors: Tensor) -> Tensor:
-        """Unit vectors of images in the common space, through the adapter where there is one."""
-        return F.normalize(in_full(self.adapter, vectors), dim=-1)
+        """Unit vectors of images in the common space, through the adapter."""
+        return F.normalize(run_in_float32(self.adapter, vectors), dim=-1)
 
     def unit(self, features: Tensor) -> Tensor:
         """Unit vectors of the image tower's features."""
         return self.adapted(self.dual.embed_images(features))
 
     def forward(self, images: Tensor) -> Output:
-        features = widened(self.dual.image_tower(images))
+        features = to_float32(self.dual.image_tower(images))
         return Output((), features, self.dual.similarities(self.unit(features), self.texts()))
 
 
@@ -135,15 +135,15 @@ class TowerClassifier(nn.Module):
         return self.head.grow(n_classes, generator)
 
     def forward(self, images: Tensor) -> Output:
-        features = widened(self.tower(images))
+        features = to_float32(self.tower(images))
         return Output((), features, self.head(features))
 
 
 @torch.no_grad()
 def class_vectors(dual: Dual, sentences: Sequence[Sequence[str]], device: torch.device, chunk: int = 256) -> Tensor:
-    """A unit vector a class: its sentences' unit vectors, averaged over the templates and normalized again.
+    """One unit vector per class: its sentences' unit vectors, averaged over the templates and normalized again.
 
-    `sentences` is a list a template, each with one sentence a class.
+    `sentences` has one list per template, each with one sentence per class.
     """
     texts = [text for row in sentences for text in row]
     tokens = dual.tokenize(texts).to(device)
@@ -151,7 +151,7 @@ def class_vectors(dual: Dual, sentences: Sequence[Sequence[str]], device: torch.
     return F.normalize(found.view(len(sentences), -1, found.shape[1]).mean(0), dim=-1)
 
 
-# The random one ---------------------------------------------------------------------------------------------
+# A random dual encoder ---------------------------------------------------------------------------------------------
 
 
 class BackboneTower(nn.Module):
@@ -167,20 +167,20 @@ class BackboneTower(nn.Module):
 
 
 class LetterTower(nn.Module):
-    """Letters with their places, one perceptron, and the mean over the sentence."""
+    """Embeds letters and positions, applies one MLP, and averages over the sentence."""
 
     LENGTH = 48
     PAD = 0
 
     def __init__(self, width: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.letters = nn.Parameter(drawn((128, width), 1.0, generator))
-        self.places = nn.Parameter(drawn((self.LENGTH, width), 0.5, generator))
+        self.letters = nn.Parameter(normal((128, width), 1.0, generator))
+        self.places = nn.Parameter(normal((self.LENGTH, width), 0.5, generator))
         self.fc1 = linear(width, 2 * width, generator)
         self.fc2 = linear(2 * width, width, generator)
 
     def tokenize(self, texts: Sequence[str]) -> Tensor:
-        """ASCII codes, cut off at 48 letters."""
+        """ASCII codes, truncated to 48 letters."""
         rows = [[min(ord(letter), 127) for letter in text.lower()][: self.LENGTH] for text in texts]
         longest = max(map(len, rows), default=1)
         return torch.tensor([row + [self.PAD] * (longest - len(row)) for row in rows], dtype=torch.int64)
@@ -189,26 +189,26 @@ class LetterTower(nn.Module):
         there = (tokens != self.PAD).float()[:, :, None]
         h = F.embedding(tokens, self.letters) + self.places[: tokens.shape[1]]
         h = self.fc2(F.gelu(self.fc1(h)))
-        return (widened(h) * there).sum(1) / there.sum(1).clamp(min=1)
+        return (to_float32(h) * there).sum(1) / there.sum(1).clamp(min=1)
 
 
-def drawn(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
+def normal(shape: tuple[int, ...], deviation: float, generator: torch.Generator) -> Tensor:
     return deviation * torch.randn(shape, generator=generator, device=generator.device).cpu()
 
 
 def linear(inputs: int, outputs: int, generator: torch.Generator, bias: bool = True) -> nn.Linear:
-    """A linear layer with weights from N(0, 1 / inputs), drawn from `generator`, and no bias to begin with."""
+    """A linear layer with weights from N(0, 1 / inputs), drawn from `generator`, and zero bias."""
     with torch.random.fork_rng(devices=[]):
         layer = nn.Linear(inputs, outputs, bias=bias)
     with torch.no_grad():
-        layer.weight.copy_(drawn((outputs, inputs), inputs**-0.5, generator))
+        layer.weight.copy_(normal((outputs, inputs), inputs**-0.5, generator))
         if bias:
             layer.bias.zero_()
     return layer
 
 
 def random_dual(net: str, channels: int, generator: torch.Generator, width: int = 16) -> Dual:
-    """A dual encoder that knows nothing yet: a backbone and a tower of letters."""
+    """An untrained dual encoder: a backbone and a letter tower."""
     backbone = build_backbone(net, channels=channels, generator=generator)
     text = LetterTower(2 * width, generator)
     return Dual(
@@ -227,21 +227,21 @@ def random_dual(net: str, channels: int, generator: torch.Generator, width: int 
 
 
 def check_dual(net: str, weights: str | None, tag: str | None) -> None:
-    """Whether that model can be named at all; nothing is loaded."""
+    """Validate the name and its options; loads nothing."""
     if net not in DUALS and net not in BACKBONES:
         known = ", ".join([*DUALS, *BACKBONES])
-        raise ConfigError(f"there is no dual encoder {net!r}.{nearest(net, [*DUALS, *BACKBONES])} There are: {known}.")
+        raise ConfigError(f"unknown dual encoder {net!r}.{nearest(net, [*DUALS, *BACKBONES])} Available: {known}.")
     if net == "clip" and (not weights or not tag):
         raise ConfigError(
             "clip needs `weights` (a hub name such as openai/clip-vit-base-patch16, a folder, or a state dict's file) "
-            "and `tag`, which says whose weights they are (openai, laion2b_s34b_b88k, ...); it goes into the record."
+            "and `tag`, the origin of the weights (openai, laion2b_s34b_b88k, ...), which is written to the record."
         )
     if net != "clip" and (weights or tag):
-        raise ConfigError(f"`weights` and `tag` belong to clip; with {net} both are null, so that no record lies.")
+        raise ConfigError(f"`weights` and `tag` are options of clip; with {net} both must be null.")
 
 
 def input_of(net: str, weights: str | None, tag: str | None, pixels: int | None = None) -> Input | None:
-    """The images a model was made for, `pixels` wide where it takes any size; None: it takes them as they are."""
+    """The input format of a model, `pixels` wide if it accepts any size. None: the data set's own."""
     if net == "clip":
         from incvec.nets.clip import clip_input
 

@@ -1,10 +1,10 @@
 """Classifier heads that grow by appending blocks.
 
-`head.blocks[t]` holds the rows of task t. Growing adds a block and touches nothing else, so a parameter keeps
-its name and shape for ever. Rows lie class by class: with k rows a class, those of class c begin at k * c.
+`head.blocks[t]` has the rows of task t. Growing appends a block and changes nothing else, so a parameter keeps its name
+and shape forever. Rows are ordered by class: with k rows per class, those of class c start at k * c.
 
-A head computes in float32 (or wider) whatever the training precision: scores decide between classes that
-differ in the third digit, and the head is a small part of the work.
+A head computes in float32 (or wider) whatever the training precision: scores of different classes may differ in the
+third digit only, and the head is a small part of the work.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from incvec.fused import fused
 
 
-def widened(x: Tensor) -> Tensor:
-    """The tensor in float32, or in its own format where that is wider."""
+def to_float32(x: Tensor) -> Tensor:
+    """The tensor in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -42,18 +42,18 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """What all heads share: the blocks. A kind of head says how rows start and how they score features."""
+    """Base class: the blocks. Subclasses define how rows are initialized (`initial`) and scored (`scores`)."""
 
     blocks: nn.ModuleList
 
     def __init__(self, width: int, rows_per_class: int = 1) -> None:
         super().__init__()
         if width < 1 or rows_per_class < 1:
-            raise ValueError(f"a head needs width and rows a class of 1 or more, not {width}, {rows_per_class}")
+            raise ValueError(f"width and rows per class must be 1 or more, got {width} and {rows_per_class}")
         self.width = width
         self.rows_per_class = rows_per_class
         self.blocks = nn.ModuleList()
-        self._place = torch.empty(0)  # where new blocks go: moves along with the head, is no buffer
+        self._place = torch.empty(0)  # device and dtype of new blocks; follows `.to()`, not in the state dict
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._place = fn(self._place)
@@ -72,23 +72,23 @@ class Head(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The rows of all blocks, one under the other."""
+        """The rows of all blocks, concatenated."""
         if not len(self.blocks):
             raise ValueError("this head has no classes yet: call grow(n_classes, generator) first")
-        return widened(torch.cat([block.weight for block in self]))
+        return to_float32(torch.cat([block.weight for block in self]))
 
     def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """Initial weight and bias of a new block, on the generator's device."""
         raise NotImplementedError
 
     def scores(self, features: Tensor) -> Tensor:
-        """Scores of widened features, outside autocast."""
+        """Scores of float32 features, outside autocast."""
         raise NotImplementedError
 
     def grow(self, n_classes: int, generator: torch.Generator) -> Block:
-        """Append a block of `n_classes` classes, on the device and in the format of the head."""
+        """Append a block of `n_classes` classes, on the device and in the dtype of the head."""
         if n_classes < 1:
-            raise ValueError(f"a head grows by 1 class or more, not by {n_classes}")
+            raise ValueError(f"n_classes must be 1 or more, got {n_classes}")
         weight, bias = self.initial(n_classes * self.rows_per_class, generator)
         block = Block(weight.to(self._place), None if bias is None else bias.to(self._place))
         block.train(self.training)
@@ -97,29 +97,29 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def set_block(self, t: int, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Give block `t` these values, in place: the parameters stay the same objects."""
+        """Copy these values into block `t`; the parameters stay the same objects."""
         block = self[t]
         if weight.shape != block.weight.shape:
             raise ValueError(
-                f"block {t} holds {tuple(block.weight.shape)} weights, but was given {tuple(weight.shape)}"
+                f"block {t} has weights of shape {tuple(block.weight.shape)}, but got {tuple(weight.shape)}"
             )
         if bias is not None and (block.bias is None or bias.shape != block.bias.shape):
-            held = "no bias" if block.bias is None else f"a bias of shape {tuple(block.bias.shape)}"
-            raise ValueError(f"block {t} holds {held}, but was given one of shape {tuple(bias.shape)}")
+            present = "no bias" if block.bias is None else f"a bias of shape {tuple(block.bias.shape)}"
+            raise ValueError(f"block {t} has {present}, but got one of shape {tuple(bias.shape)}")
         block.weight.copy_(weight)
         if bias is not None and block.bias is not None:
             block.bias.copy_(bias)
 
     def forward(self, features: Tensor) -> Tensor:
         with torch.autocast(features.device.type, enabled=False):
-            return self.scores(widened(features))
+            return self.scores(to_float32(features))
 
 
 class LinearHead(Head):
-    """logits = W h + b, with `outputs_per_class` rows a class (PASS and FCS have one for each rotation).
+    """logits = W h + b, with `outputs_per_class` rows per class (PASS and FCS have one per rotation).
 
-    `init="kaiming"` draws weights from U(±sqrt(3 / d)) and starts biases at 0 (kaiming-uniform of a linear
-    layer, as PyCIL does); `"default"` draws both from U(±1 / sqrt(d)), as `nn.Linear` does.
+    `init="kaiming"` draws weights from U(±sqrt(3 / d)) with zero biases (Kaiming-uniform of a linear layer, as
+    PyCIL does); `"default"` draws both from U(±1 / sqrt(d)), as `nn.Linear` does.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LinearHead(Head):
     ) -> None:
         super().__init__(width, outputs_per_class)
         if init not in ("kaiming", "default"):
-            raise ValueError(f"a linear head starts 'kaiming' or 'default', not {init!r}")
+            raise ValueError(f"init must be 'kaiming' or 'default', got {init!r}")
         self.with_bias = bias
         self.init = init
 
@@ -139,7 +139,7 @@ class LinearHead(Head):
     def bias(self) -> Tensor | None:
         """The biases of all blocks, or None."""
         biases: list[Tensor] = [block.bias for block in self if block.bias is not None]
-        return widened(torch.cat(biases)) if biases else None
+        return to_float32(torch.cat(biases)) if biases else None
 
     def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         if self.init == "kaiming":
@@ -156,7 +156,7 @@ class LinearHead(Head):
 
 
 class CosineHead(Head):
-    """LUCIR's head: logits_c = scale * cos(h, w_c), one row a class, one learnable scale for all."""
+    """LUCIR's head: logits_c = scale * cos(h, w_c), one row per class, one learnable scale for all."""
 
     def __init__(self, width: int, scale: float = 1.0) -> None:
         super().__init__(width)
@@ -168,14 +168,14 @@ class CosineHead(Head):
     def cosines(self, features: Tensor) -> Tensor:
         """cos(h, w_c) without the scale, in float32: the margin loss compares these."""
         with torch.autocast(features.device.type, enabled=False):
-            return cosine(widened(features), self.weight)
+            return cosine(to_float32(features), self.weight)
 
     def scores(self, features: Tensor) -> Tensor:
         return self.scale * cosine(features, self.weight)
 
 
 class ProxyHead(Head):
-    """PODNet's head: several proxies a class, and the class score is their softmax-weighted mean.
+    """PODNet's head: several proxies per class; the class score is their softmax-weighted mean.
 
     y_c = sum_k softmax_k(s_{c,.})_k s_{c,k}, with s the negative squared distance of the directions
     (`proxy_similarities`). `forward` returns y; `scale` (eta in the paper) multiplies it in the loss only.
@@ -197,7 +197,7 @@ class ProxyHead(Head):
     def similarities(self, features: Tensor) -> Tensor:
         """s as (samples, classes, proxies), in float32."""
         with torch.autocast(features.device.type, enabled=False):
-            return proxy_similarities(widened(features), self.weight, self.proxies)
+            return proxy_similarities(to_float32(features), self.weight, self.proxies)
 
     def scores(self, features: Tensor) -> Tensor:
         return proxy_scores(features, self.weight, self.proxies)
@@ -228,11 +228,11 @@ def proxy_similarities(features: Tensor, rows: Tensor, proxies: int) -> Tensor:
 
 @torch.no_grad()
 def mean_row_norm(head: Head, n_blocks: int | None = None) -> Tensor:
-    """Mean Euclidean norm of the rows of the first `n_blocks` blocks (of all where None).
+    """Mean Euclidean norm of the rows of the first `n_blocks` blocks (None: of all).
 
-    Imprinting gives new rows the length of the old ones: after `grow`, ask with the number of old blocks.
+    Imprinting gives new rows the norm of the old ones: after `grow`, pass the number of old blocks.
     """
     blocks = list(head)[:n_blocks]
     if not blocks:
-        raise ValueError(f"no blocks to take a norm of: the head has {len(head.blocks)}, asked for {n_blocks}")
-    return torch.cat([widened(block.weight).norm(dim=1) for block in blocks]).mean()
+        raise ValueError(f"no blocks to average over: the head has {len(head.blocks)}, n_blocks={n_blocks}")
+    return torch.cat([to_float32(block.weight).norm(dim=1) for block in blocks]).mean()

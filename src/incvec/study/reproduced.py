@@ -1,4 +1,4 @@
-"""`results/REPRODUCED.md`: every cell of the paper's tables beside ours, made from records and nothing else.
+"""`results/REPRODUCED.md`: every cell of the paper's tables beside ours, made from records only.
 
 python -m incvec.study.reproduced results
 """
@@ -12,215 +12,211 @@ from pathlib import Path
 from typing import Any
 
 from incvec.config import RunConfig
-from incvec.metrics import gap_closed
 from incvec.presets import changed_settings, resolve
 from incvec.records import find_records, read_record
-from incvec.study import ablations, pretrained
-from incvec.study.compare import (
-    METRICS,
-    TASKS,
-    Cell,
-    Comparison,
-    alike,
-    based_apart,
-    cell_text,
-    compare,
-    compare_gains,
-    difference_text,
-    first_accuracies,
-    is_standard,
-    kind,
-    known,
-    made_from,
-    minus,
-    paper,
-    paper_gains,
-    row_name,
-    runs_of,
-    same_base,
-    settings_text,
-    spread,
-    standard_cells,
-)
+from incvec.study import comparisons, paper
+from incvec.study.comparisons import NOT_RUN
+from incvec.study.paper import METRICS, BySeed, Records
+from incvec.study.runs import Record, oracle_gaps, row_name, seed_of, settings_text
+from incvec.study.tables import Cell, Table, make_row, mean, number
 
-BOUNDS, SWITCHES = "cifar100-podnet", ("cifar100-switches", "cifar100-readings")  # sweeps that have their own section
+BOUNDS_SWEEP, OPEN_SWEEPS = "cifar100-podnet", ("cifar100-switches", "cifar100-readings")  # each has a section
 
 
-def table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line a row and number of tasks: ours, the paper's, the difference."""
-    lines = ["| row | tasks | AA | paper | diff | LA | paper | diff | FM | paper | diff |", "|---" * 11 + "|"]
-    for tasks in TASKS:
-        for row, values in compare(dataset, tasks, records).items():
-            texts = []
-            for value in values:
-                theirs = "" if value.paper is None else f"{value.paper:.2f}"
-                texts += [cell_text(value), theirs, difference_text(value)]
-            lines.append(f"| {row} | {tasks} | " + " | ".join(texts) + " |")
-    return lines
+def run_text(record: Mapping[str, Any]) -> str:
+    return row_name(record) + (" (oracle)" if record["oracle"] else "")
 
 
-def gains(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """IVT's gain, paired by seed, beside the paper's."""
-    lines = ["| host | tasks | seeds | AA | paper | LA | paper | FM | paper |", "|---" * 9 + "|"]
-    for (row, tasks), values in compare_gains(dataset, records).items():
-        texts = []
-        for value in values:
-            error = "" if value.error is None else f" ± {value.error:.2f}"
-            texts.append("" if value.mean is None else f"{value.mean:+.2f}{error}")
-            texts.append("" if value.paper is None else f"{value.paper:+.2f}")
-        lines.append(f"| {row} | {tasks} | {len(values[0].ours)} | " + " | ".join(texts) + " |")
-    if apart := based_apart(dataset, records):
-        lines += ["", f"Not from one trained base task, though of one seed: {'; '.join(apart)}."]
-    return lines if len(lines) > 2 else []
+def metric_cells(record: Record) -> list[Cell]:
+    return [number(record["metrics"][metric], missing="") for metric in METRICS]
 
 
-def switch_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the paper leaves open, a setting a line: what IVT then adds to its host, paired by seed, and the paper's.
+def open_settings_table(dataset: str, records: Records) -> Table | None:
+    """Settings that the paper leaves open, one per line: the gain over the host, paired by seed, and the paper's.
 
-    The default is told for the sweep's seeds alone; a dagger says where a run began at another base than its host.
+    All lines are of the sweep's seeds; a dagger marks runs that started from another base task than their host.
     """
     hosts: dict[str, list[RunConfig]] = {}
-    for sweep in SWITCHES:
-        for config in runs_of(sweep):
-            if config.dataset == dataset:
-                hosts.setdefault(config.method, []).append(config)
-    if not hosts:
-        return []
-    lines = [
-        "| run | setting | seeds | " + " | ".join(f"{m} | gain | vs paper" for m in METRICS) + " |",
-        "|---" * (3 + 3 * len(METRICS)) + "|",
-    ]
-    apart = False
+    for config in (config for sweep in OPEN_SWEEPS for config in paper.sweep_configs(sweep)):
+        if config.dataset == dataset:
+            hosts.setdefault(config.method, []).append(config)
+    rows: list[list[str | Cell]] = []
+    other_base = False
     for configs in hosts.values():
-        first = configs[0]
-        given = {key: getattr(first, key) for key in ("method", "addons", "dataset", "tasks", "seed")}
+        given = {key: getattr(configs[0], key) for key in ("method", "addons", "dataset", "tasks", "seed")}
         default, host = resolve(given), resolve({**given, "addons": []})
-        theirs, bare = (
-            paper()[dataset]["rows"][row_name(config.resolved())][default.tasks] for config in (default, host)
-        )
-        texts = [f"{ours:.2f} | {ours - without:+.2f} | " for ours, without in zip(theirs, bare, strict=True)]
-        name = row_name(default.resolved())
-        lines.append(f"| {name} | the paper | 3 | " + " | ".join(texts) + " |")
-        usual, began = alike(host, records), first_accuracies(host, records)
-        seeds = {config.seed for config in configs}
+        name, seeds = row_name(default.resolved()), {config.seed for config in configs}
+        rows_of_paper = paper.paper_tables("scratch")[dataset]["rows"]
+        theirs, theirs_host = (rows_of_paper[row][default.tasks] for row in (name, host.method))
+        rows.append([name, "the paper", "3"])
+        for ours, plain in zip(theirs, theirs_host, strict=True):
+            rows[-1] += [number(ours), number(ours - plain, "+.2f"), ""]
+        host_records = paper.records_of(host, records)
+        base = base_accuracies(host_records)
         for config in (default, *configs):
-            cell = {seed: values for seed, values in alike(config, records).items() if seed[0] in seeds}
-            other = [
-                seed for seed, value in first_accuracies(config, records).items()
-                if seed in cell and not same_base(began.get(seed, value), value)
-            ]  # fmt: skip
-            apart |= bool(other)
+            own = [record for record in paper.records_of(config, records) if record["seed"] in seeds]
+            other = [s for s, value in base_accuracies(own).items() if not paper.same_base(base.get(s, value), value)]
+            other_base |= bool(other)
             setting = settings_text(changed_settings(config.resolved())) or "default"
-            lines.append(f"| {name} | `{setting}`{' †' * bool(other)} | {switch_row(cell, usual, theirs)}")
-    if apart:
-        lines += [
-            "",
-            "† Begun at another trained base task than the host, though of one seed: the gain holds that too.",
-        ]
-    return lines
+            cells = setting_cells(paper.by_seed(own), paper.by_seed(host_records), theirs)
+            rows.append([name, f"`{setting}`{' †' if other else ''}", str(len(own)), *cells])
+    columns = ["run", "setting", "seeds", *(label for m in METRICS for label in (m, "gain", "vs paper"))]
+    dagger = "† Started from another base task than its host, despite the same seed: the gain includes that difference."
+    return Table(columns, rows, note=dagger if other_base else "") if rows else None
 
 
-def switch_row(cell: Cell, host: Cell, theirs: Sequence[float]) -> str:
-    """The cells of one setting: how many seeds, and for each measure ours, the gain over the host, and the paper's."""
-    texts = [str(len(cell))]
-    for metric, value in zip(METRICS, theirs, strict=True):
-        ours = Comparison(known(seed[metric] for seed in cell.values()), value)
-        pairs = known(minus(cell[seed][metric], host[seed][metric]) for seed in cell if seed in host)
-        gain = f"{statistics.mean(pairs):+.2f}" if pairs else ""
-        if 0 < len(pairs) < len(cell):
-            gain += f" ({len(pairs)})"  # so many of the seeds have their host
-        texts += [cell_text(ours), gain, difference_text(ours)]
-    return " | ".join(texts) + " |"
+def base_accuracies(records: Records) -> dict[Any, float]:
+    """Accuracy right after the base task, by seed; see `same_base`."""
+    return {seed_of(record): record["accuracy"][0][0] for record in records}
 
 
-def bound_table(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The oracle and joint training beside the method without and with IVT; the paper gives no numbers for them."""
-    configs = runs_of(BOUNDS)
+def setting_cells(cell: BySeed, host: BySeed, theirs: Sequence[float]) -> list[Cell]:
+    """For each metric ours, the gain over the host, and the difference to the paper's."""
+    cells = []
+    for ours, gain in zip(paper.compare_cell(cell, theirs), paper.paired_gains(cell, host), strict=True):
+        paired = f" ({len(gain.ours)})" if 0 < len(gain.ours) < len(cell) else ""  # seeds that have their host
+        cells += [mean(ours.ours, count=True, missing=NOT_RUN), Cell(number(gain.mean, "+.2f", "").text + paired)]
+        cells.append(number(ours.difference, "+.2f", ""))
+    return cells
+
+
+def bounds_table(dataset: str, records: Records) -> Table | None:
+    """The oracle and joint training beside the method without and with IVT; the paper has no numbers for them."""
+    configs = paper.sweep_configs(BOUNDS_SWEEP)
     if configs[0].dataset != dataset:
-        return []
+        return None
     tasks = next(config.tasks for config in configs if config.oracle)
-    rows = {kind(config.resolved()): config for config in configs if config.tasks == tasks}
-    found = [alike(config, records) for config in rows.values()]
-    plain = next(cell for cell, c in zip(found, rows.values(), strict=True) if not c.addons and not c.oracle)
-    oracle = next(cell for cell, c in zip(found, rows.values(), strict=True) if c.oracle)
-    lines = ["| run | tasks | seeds | AA | LA | FM | gap closed |", "|---" * 7 + "|"]
-    for config, cell in zip(rows.values(), found, strict=True):
-        values = [Comparison(known(seed[metric] for seed in cell.values()), None) for metric in METRICS]
-        texts = [cell_text(value) if value.ours or not cell else "" for value in values]
-        shares = [
-            share for seed in cell if config.addons and seed in plain and seed in oracle
-            if (share := gap_closed(*(each[seed]["LA"] or 0.0 for each in (cell, plain, oracle)))) is not None
-        ]  # fmt: skip
-        name = row_name(config.resolved()) + (" (oracle)" if config.oracle else "")
+    shown = {paper.settings_key(config.resolved()): config for config in configs if config.tasks == tasks}
+    members = [paper.records_of(config, records) for config in shown.values()]
+    every = [record for own in members for record in own]
+    closed = {id(record): gap.closed for record, gap in zip(every, oracle_gaps(every), strict=True) if gap}
+    rows = []
+    for config, own in zip(shown.values(), members, strict=True):
+        shares = [share for record in own if (share := closed.get(id(record))) is not None]
+        gap = f"{100 * statistics.mean(shares):.0f} %" if shares else ""
+        gap += f" ({len(shares)} of {len(own)} seeds)" if 0 < len(shares) < len(own) else ""
+        missing = "" if own else NOT_RUN
+        metrics = [mean(paper.values_of(paper.by_seed(own), m), count=True, missing=missing) for m in METRICS]
         length = 1 if config.method == "joint" else config.tasks
-        closed = f"{100 * statistics.mean(shares):.0f} %" if shares else ""
-        closed += f" ({len(shares)} of {len(cell)} seeds)" if 0 < len(shares) < len(cell) else ""
-        lines.append(f"| {name} | {length} | {len(cell)} | " + " | ".join([*texts, closed]) + " |")
-    return lines
+        rows.append(make_row(run_text(config.resolved()), str(length), str(len(own)), *metrics, gap))
+    return Table(["run", "tasks", "seeds", *METRICS, "gap closed"], rows)
 
 
-def stand_in(dataset: str, content: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A data set that the paper lacks: our hosts without and with IVT, and the gain beside those elsewhere."""
-    first, *more = content["beside"]
-    hosts = [row for row in paper()[first]["rows"] if f"{row} + ivt" in paper()[first]["rows"]]
-    heads = ["host", "settings", "tasks", "AA", "AA with IVT"]
+def other_data_table(dataset: str, content: Mapping[str, Any], records: Records) -> Table:
+    """A data set that the paper does not have: the hosts without and with IVT, and the gain beside those elsewhere."""
+    first, *more = content["compare_with"]
+    theirs = {name: paper.paper_tables("scratch")[name]["rows"] for name in (first, *more)}
+    hosts = [row for row in theirs[first] if f"{row} + ivt" in theirs[first]]
+    elsewhere = {name: paper.compare_gains(name, records) for name in more}
+    rows = []
+    for variant in content["variants"]:
+        ours = paper.standard_cells(dataset, records, variant)
+        for tasks, host in ((tasks, host) for tasks in content["tasks"] for host in hosts):
+            plain, with_ivt = ours.get((host, tasks), {}), ours.get((f"{host} + ivt", tasks), {})
+            if variant != content["variants"][0] and not (plain or with_ivt):
+                continue
+            reached = [mean(paper.values_of(cell, "AA"), count=True, missing=NOT_RUN) for cell in (plain, with_ivt)]
+            cells = [Cell(host), Cell(variant), number(tasks, "d"), *reached]
+            for place, gain in enumerate(paper.paired_gains(with_ivt, plain)):
+                cells.append(number(gain.mean, "+.2f", NOT_RUN))
+                values = [paper.paper_gains(theirs[first], host, tasks)[place]]
+                for name, gains in elsewhere.items():
+                    own = gains[host, tasks][place].mean if (host, tasks) in gains else None
+                    values += [paper.paper_gains(theirs[name], host, tasks)[place], own]
+                cells += [number(value, "+.2f", "") for value in values]
+            rows.append(cells)
     compared = ("gain", f"paper, {first}", *(f"{whose}, {name}" for name in more for whose in ("paper", "ours")))
-    heads += [f"{metric} {of}" for metric in METRICS for of in compared]
-    elsewhere = {name: compare_gains(name, records) for name in more}
-    lines = [content["about"], "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for variant in content["settings"]:
-        ours = standard_cells(dataset, records, variant)
-        for tasks in content["tasks"]:
-            for host in hosts:
-                plain, with_ivt = ours.get((host, tasks), {}), ours.get((f"{host} + ivt", tasks), {})
-                if variant != content["settings"][0] and not (plain or with_ivt):
-                    continue  # nobody misses it
-                texts = [host, variant, str(tasks)]
-                for cell in (plain, with_ivt):
-                    reached = known(seed["AA"] for seed in cell.values())
-                    texts.append(spread(reached) if reached else "not run")
-                seeds = sorted(set(plain) & set(with_ivt), key=str)
-                for place, metric in enumerate(METRICS):
-                    gain = known(minus(with_ivt[seed][metric], plain[seed][metric]) for seed in seeds)
-                    texts.append(f"{statistics.mean(gain):+.2f}" if gain else "not run")
-                    values = [paper_gains(paper()[first]["rows"], host, tasks)[place]]
-                    for name, found in elsewhere.items():
-                        own = found[host, tasks][place].mean if (host, tasks) in found else None
-                        values += [paper_gains(paper()[name]["rows"], host, tasks)[place], own]
-                    texts += ["" if value is None else f"{value:+.2f}" for value in values]
-                lines.append("| " + " | ".join(texts) + " |")
-    return lines
+    columns = ["host", "settings", "tasks", "AA", "AA with IVT"]
+    columns += [f"{metric} {label}" for metric in METRICS for label in compared]
+    return Table(columns, rows)
 
 
-def others(dataset: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Records that no other section has."""
-    shown = {kind(config.resolved()) for sweep in (BOUNDS, *SWITCHES) for config in runs_of(sweep)}
-    shown |= ablations.kinds(dataset)
-    content = paper()[dataset]
-    stands_in = [variant for variant in content.get("settings", ()) if "beside" in content]
-    rows = [
-        r for r in records
-        if r["dataset"] == dataset and (r.get("label") or kind(r["config"]) not in shown)
-        and not (is_standard(r) and r["tasks"] in content["rows"].get(row_name(r), ()))
-        and not (r["tasks"] in content.get("tasks", ()) and any(is_standard(r, variant) for variant in stands_in))
-    ]  # fmt: skip
-    if not rows:
+def other_runs_table(dataset: str, records: Records) -> Table | None:
+    """Records of networks trained from scratch that no other table shows."""
+    configs = [config for sweep in (BOUNDS_SWEEP, *OPEN_SWEEPS) for config in paper.sweep_configs(sweep)]
+    configs += [config for name in paper.ablation_names(dataset) for config in paper.ablation_configs(name)]
+    keys = {paper.settings_key(config.resolved()) for config in configs}
+    content = paper.paper_tables("scratch")[dataset]
+
+    def is_shown(r: Record) -> bool:
+        if paper.is_standard(r) and r["tasks"] in content["rows"].get(row_name(r), ()):
+            return True
+        variants = content.get("variants", ()) if r["tasks"] in content.get("tasks", ()) else ()
+        return paper.settings_key(r["config"]) in keys or any(paper.is_standard(r, variant) for variant in variants)
+
+    rest = [r for r in records if r["dataset"] == dataset and not is_shown(r)]
+    rows = []
+    for r in sorted(rest, key=lambda r: (row_name(r), r["tasks"], r["seed"])):
+        changes = settings_text(changed_settings(r["config"])) or "-"
+        rows.append(make_row(run_text(r), str(r["tasks"]), str(r["seed"]), changes, *metric_cells(r)))
+    return Table(["run", "tasks", "seed", "changed", *METRICS], rows) if rows else None
+
+
+def other_pretrained_table(records: Records) -> Table | None:
+    """Pre-trained models with other settings, each with its model's name."""
+    rows = []
+    for r in sorted(records, key=lambda r: (r["dataset"], row_name(r), r["tasks"], r["seed"])):
+        own = r["config"][r["method"]]
+        pixels = f"{own['pixels']} px" if own.get("pixels") else None
+        model = ", ".join(filter(None, (own["net"], own.get("tag"), pixels)))
+        data = f"{r['dataset']} ({len(r['class_order'])} classes)"
+        rows.append(make_row(run_text(r), model, data, str(r["tasks"]), str(r["seed"]), *metric_cells(r)))
+    return Table(["run", "model", "data", "tasks", "seed", *METRICS], rows) if rows else None
+
+
+def provenance(records: Records) -> list[str]:
+    """The origin of the numbers, in one line."""
+    if not records:
         return []
-    lines = ["| run | tasks | seed | changed | AA | LA | FM |", "|---" * 7 + "|"]
-    for r in sorted(rows, key=lambda r: (row_name(r), r["tasks"], r["seed"])):
-        changed = settings_text(changed_settings(r["config"])) or "-"
-        m = r["metrics"]
-        forgetting = "" if m["FM"] is None else f"{m['FM']:.2f}"
-        name = row_name(r) + (" (oracle)" if r["oracle"] else "")
-        lines.append(
-            f"| {name} | {r['tasks']} | {r['seed']} | {changed} | {m['AA']:.2f} | {m['LA']:.2f} | {forgetting} |"
-        )
-    return lines
+    devices = ", ".join(sorted({r["environment"]["device"] for r in records}))
+    commits = ", ".join(sorted({str(r["environment"]["commit"]) for r in records}))
+    hours = sum(r["seconds"] for r in records) / 3600
+    time = f"{hours:.1f} h of run time in total (several runs shared the device)"
+    return ["", f"{len(records)} records; {devices}; commits {commits}; {time}."]
 
 
-def page(records: Sequence[Mapping[str, Any]]) -> str:
+def titled(heading: str, table: Table | None) -> list[str]:
+    """A heading and a table; nothing without a table."""
+    return [] if table is None else ["", heading, "", table.markdown(align=False)]
+
+
+def pretrained_sections(records: Records) -> list[str]:
+    lines = [
+        "",
+        "## Pre-trained: CLIP ViT-B/16 (the paper's table of pre-trained models)",
+        "",
+        "Commands: `incvec sweep clip-cifar100`, `incvec sweep clip-aircraft`. FM follows the paper's formula; the",
+        "paper's own numbers agree with `fm_spu` instead, except RAPF's: several are below what the formula can give.",
+    ]
+    clip = [table for table in paper.pretrained_tables() if table.clip]
+    lite = [table for table in paper.pretrained_tables() if not table.clip]
+    with_clip = [r for r in records if any(table.contains(r) for table in clip)]
+    with_lite = [r for r in records if any(table.contains(r) for table in lite)]
+    for table in clip:
+        lines += titled(f"### CLIP ViT-B/16: {table.title}", comparisons.clip_table(table, records))
+        lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
+    lines += provenance(with_clip)
+    lines += [
+        "",
+        f"## Pre-trained: {paper.LITE_MODEL}",
+        "",
+        "These numbers are not CLIP's, and not comparable with the paper's. Commands:",
+        "`incvec sweep lite-cifar100`, `incvec sweep lite-aircraft`; the learning rate is chosen once, by",
+        "`incvec sweep lite-rate`: FLYP without IVT, on training images held out of CIFAR-100's first two tasks.",
+    ]
+    for table in lite:
+        lines += titled(f"### Not CLIP: {table.title}", comparisons.lite_table(table, records))
+        lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
+    lines += titled("### The learning rate, on held-out training images", comparisons.learning_rate_table(records))
+    lines += provenance([*with_lite, *paper.learning_rate_records(records)])
+    rest = [r for r in records if not r["config"].get("held_out") and r not in with_clip and r not in with_lite]
+    return lines + titled("### Other runs of pre-trained models", other_pretrained_table(rest))
+
+
+def render(records: Records) -> str:
     """The whole page."""
-    every, records = records, [r for r in records if not pretrained.starts_pretrained(r)]
+    pretrained = [record for record in records if paper.is_pretrained(record)]
+    scratch = [record for record in records if not paper.is_pretrained(record)]
     lines = [
         "# Reproduced",
         "",
@@ -228,27 +224,32 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "percent; `diff` is ours minus the paper's; FM is better when lower. Several seeds: mean ± standard deviation",
         "(number of seeds); gains are paired by seed, ± standard error.",
     ]
-    for dataset, content in paper().items():
-        body = stand_in(dataset, content, records) if "beside" in content else table(dataset, records)
-        lines += ["", f"## {content['title']}", "", *body]
-        if "beside" not in content and (paired := gains(dataset, records)):
-            lines += ["", "### What IVT adds", "", *paired]
-        lines += ablations.section(dataset, records)
-        if bounds := bound_table(dataset, records):
-            lines += ["", "### The oracle and joint training", "", *bounds]
-        if switches := switch_table(dataset, records):
-            lines += ["", "### What the paper leaves open", "", *switches]
-        if rest := others(dataset, records):
-            lines += ["", "### Other runs", "", *rest]
-        lines += made_from([r for r in records if r["dataset"] == dataset])
-    lines += pretrained.section(every)
-    return "\n".join(lines) + "\n"
+    for dataset, content in paper.paper_tables("scratch").items():
+        lines += ["", f"## {content['title']}"]
+        if "compare_with" in content:
+            lines += titled(content["description"], other_data_table(dataset, content, scratch))
+        else:
+            lines += ["", comparisons.main_table(dataset, scratch).markdown(align=False)]
+            lines += titled("### What IVT adds", comparisons.gain_table(dataset, scratch))
+            if pairs := paper.pairs_with_different_bases(dataset, scratch):
+                lines += ["", f"Pairs with the same seed but different base tasks: {'; '.join(pairs)}."]
+        for name in paper.ablation_names(dataset):
+            ablation = paper.paper_tables("ablations")[name]
+            heading = f"### {ablation['title']}\n\nCommand: `incvec sweep {ablation['sweep']}`."
+            lines += titled(heading, comparisons.ablation_table(name, scratch))
+        lines += titled("### The oracle and joint training", bounds_table(dataset, scratch))
+        if open_settings := open_settings_table(dataset, scratch):
+            lines += titled("### What the paper leaves open", open_settings)
+            lines += ["", open_settings.note] if open_settings.note else []
+        lines += titled("### Other runs", other_runs_table(dataset, scratch))
+        lines += provenance([r for r in scratch if r["dataset"] == dataset])
+    return "\n".join([*lines, *pretrained_sections(pretrained)]) + "\n"
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
     records = [read_record(path) for path in find_records([folder])]
-    (folder / "REPRODUCED.md").write_text(page(records))
+    (folder / "REPRODUCED.md").write_text(render(records))
 
 
 if __name__ == "__main__":

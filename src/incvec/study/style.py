@@ -1,69 +1,72 @@
-"""How things look in every figure: one color, marker and dash pattern for each method, add-on, and the oracle.
+"""Colors, markers and labels of methods, add-ons, oracles and data sets: the same in every figure, table and page.
 
-A plain method has its own look; with add-ons it has that of its last add-on; an oracle is a green star, whatever its
-method. Figures that show add-ons of several methods give each method a panel of its own. Colors are those of Okabe
-and Ito, and of Tol's muted scheme, which color-blind readers can tell apart; where two methods share a color,
-their markers differ.
+A run is identified by its title (`incvec.records.title`): `podnet`, `podnet + ivt`, `podnet oracle`. A plain method has
+a style of its own, with a hollow marker in charts. A method with add-ons has the style of its last add-on. Every oracle
+is a green star. Colors are from the schemes of Okabe and Ito and of Tol, which color-blind readers can tell apart.
+Methods that share a color differ in their markers.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 GRAY = "#7F7F7F"
-INK = "#222222"
+TITLE_COLOR = "#222222"
+NOTE_COLOR = "#555555"
 GRID = "#E5E5E5"
-SEQUENTIAL = "viridis"  # for what has an order: tasks, losses
+COLORMAP = "viridis"  # ordered quantities in figures: tasks, losses
+HEATMAP = "cividis"  # accuracy matrices
+DARK_BACKGROUND = "#1C2126"
+CONTRAST = 4.5  # the minimum that WCAG requires of text
+DOTTED, DASHED = (1.0, 1.5), (5.0, 2.0)
 
 
-class Look(NamedTuple):
+class RunStyle(NamedTuple):
     label: str
     color: str
     marker: str
     dashes: tuple[float, ...] = ()
+    hollow: bool = False
 
     @property
     def size(self) -> int:
-        """Of the marker: a star looks smaller than it is."""
+        """Marker size: a star of the same size looks smaller."""
         return 11 if self.marker == "*" else 7
 
 
-ORACLE = ("#009E73", "*", (5.0, 2.0))
-JOINT = ("#882255", "P", (1.0, 1.5))
-
-METHODS: dict[str, tuple[str, str, str]] = {
-    "finetune": ("finetune", GRAY, "^"),
-    "replay": ("replay", GRAY, "v"),
-    "joint": ("joint", JOINT[0], JOINT[1]),
-    "lwf": ("LwF", "#999933", "<"),
-    "ewc": ("EWC", "#999933", ">"),
-    "icarl": ("iCaRL", "#E69F00", "v"),
-    "bic": ("BiC", "#DDCC77", "p"),
-    "lucir": ("LUCIR", "#CC79A7", "D"),
-    "mnemonics": ("Mnemonics", "#DDCC77", "h"),
-    "podnet": ("PODNet", "#D55E00", "s"),
-    "geodl": ("GeoDL", "#44AA99", "X"),
-    "mrfa": ("MRFA", "#56B4E9", "d"),
-    "pass": ("PASS", "#AA4499", "^"),
-    "ssre": ("SSRE", "#332288", "<"),
-    "fcs": ("FCS", "#CC6677", ">"),
-    "flyp": ("FLYP", "#D55E00", "D"),
-    "slca": ("SLCA", "#CC79A7", "s"),
-    "rapf": ("RAPF", "#E69F00", "^"),
-    "spu": ("SPU", "#56B4E9", "v"),
-    "zeroshot": ("zero-shot", GRAY, "d"),
+ORACLE = RunStyle("oracle", "#009E73", "*", DASHED)
+METHODS = {
+    "finetune": RunStyle("finetune", GRAY, "^", DOTTED),
+    "replay": RunStyle("replay", GRAY, "v"),
+    "joint": RunStyle("joint", "#882255", "P", DOTTED),
+    "lwf": RunStyle("LwF", "#999933", "<"),
+    "ewc": RunStyle("EWC", "#999933", ">"),
+    "icarl": RunStyle("iCaRL", "#E69F00", "v"),
+    "bic": RunStyle("BiC", "#DDCC77", "p"),
+    "lucir": RunStyle("LUCIR", "#CC79A7", "D"),
+    "mnemonics": RunStyle("Mnemonics", "#DDCC77", "h"),
+    "podnet": RunStyle("PODNet", "#D55E00", "s"),
+    "geodl": RunStyle("GeoDL", "#44AA99", "X"),
+    "mrfa": RunStyle("MRFA", "#56B4E9", "d"),
+    "pass": RunStyle("PASS", "#AA4499", "^"),
+    "ssre": RunStyle("SSRE", "#332288", "<"),
+    "fcs": RunStyle("FCS", "#CC6677", ">"),
+    "flyp": RunStyle("FLYP", "#D55E00", "D"),
+    "slca": RunStyle("SLCA", "#CC79A7", "s"),
+    "rapf": RunStyle("RAPF", "#E69F00", "^"),
+    "spu": RunStyle("SPU", "#56B4E9", "v"),
+    "zeroshot": RunStyle("zero-shot", GRAY, "d"),
 }
-ADDONS: dict[str, tuple[str, str, str]] = {
-    "ivt": ("IVT", "#0072B2", "o"),
-    "eopc": ("EOPC", "#56B4E9", "X"),
-    "cofima": ("CoFiMA", "#AA4499", "p"),
-    "magmax": ("MagMax", "#E69F00", "h"),
-    "imm": ("IMM", "#999933", "d"),
-    "fisher-merge": ("Fisher merge", "#332288", "8"),
+ADDONS = {
+    "ivt": RunStyle("IVT", "#0072B2", "o"),
+    "eopc": RunStyle("EOPC", "#56B4E9", "X"),
+    "cofima": RunStyle("CoFiMA", "#AA4499", "p"),
+    "magmax": RunStyle("MagMax", "#E69F00", "h"),
+    "imm": RunStyle("IMM", "#999933", "d"),
+    "fisher-merge": RunStyle("Fisher merge", "#332288", "8"),
 }
+SPARE = (("#000000", "8"), ("#117733", "H"), ("#661100", "1"))  # for names that are not listed
 DATASETS = {
     "aircraft": "Aircraft",
     "cifar100": "CIFAR-100",
@@ -71,84 +74,64 @@ DATASETS = {
     "imagenet-subset": "ImageNet-Subset",
     "tiny-imagenet-100": "Tiny-ImageNet-100",
 }
-SPARE = (("#000000", "8"), ("#117733", "H"), ("#661100", "1"))  # for names that are not listed
 
 
-def dataset(name: str) -> str:
-    return DATASETS.get(name, name)
+def run_style(title: str) -> RunStyle:
+    """The style of a run, by its title."""
+    method, addons, oracle = parse_title(title)
+    style = ORACLE if oracle else _entry(ADDONS, addons[-1]) if addons else _entry(METHODS, method)
+    return style._replace(label=label(title), hollow=not addons and not oracle)
 
 
-def label(method: str, addons: Sequence[str] = (), oracle: bool = False) -> str:
-    """`PODNet + IVT`, `PODNet oracle`."""
-    names = [_entry(METHODS, method)[0], *(_entry(ADDONS, name)[0] for name in addons)]
+def label(title: str) -> str:
+    """`podnet + ivt` -> `PODNet + IVT`."""
+    method, addons, oracle = parse_title(title)
+    names = [_entry(METHODS, method).label, *(_entry(ADDONS, name).label for name in addons)]
     return " + ".join(names) + (" oracle" if oracle else "")
 
 
-def look(method: str, addons: Sequence[str] = (), oracle: bool = False) -> Look:
-    """The look of a run, the same in every figure."""
-    told = label(method, addons, oracle)
-    if oracle:
-        return Look(told, *ORACLE)
-    if addons:
-        return Look(told, *_entry(ADDONS, addons[-1])[1:])
-    if method == "joint":
-        return Look(told, *JOINT)
-    return Look(told, *_entry(METHODS, method)[1:], dashes=(1.0, 1.5) if method == "finetune" else ())
+def dataset(name: str) -> str:
+    """`cifar100` -> `CIFAR-100`."""
+    return DATASETS.get(name, name)
 
 
-def _entry(known: dict[str, tuple[str, str, str]], name: str) -> tuple[str, str, str]:
-    return known.get(name) or (name, *SPARE[sum(name.encode()) % len(SPARE)])
+def parse_title(title: str) -> tuple[str, list[str], bool]:
+    """Method, add-ons, and whether it is an oracle."""
+    plain = title.removesuffix(" oracle")
+    method, *addons = plain.split(" + ")
+    return method, addons, plain != title
 
 
-def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """A figure without a display, and its axes as a table (none of them where the caller divides it himself)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False) if rows else None
+def _entry(known: dict[str, RunStyle], name: str) -> RunStyle:
+    return known.get(name) or RunStyle(name, *SPARE[sum(name.encode()) % len(SPARE)])
 
 
-def tidy(axes: Any, title: str, x: str, y: str = "") -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, color=INK)
-    axes.set_xlabel(x, fontsize=9.5)
-    axes.set_ylabel(y, fontsize=9.5)
-    axes.tick_params(labelsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
+def palette() -> list[str]:
+    """Every color that a run can have."""
+    styles = (ORACLE, *METHODS.values(), *ADDONS.values())
+    return list(dict.fromkeys([*(style.color for style in styles), *(color for color, _ in SPARE)]))
 
 
-def colored_words(axes: Any, words: Sequence[tuple[str, str]]) -> None:
-    """Words in a row at the right end of the title's line, each in a color of its own."""
-    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
-
-    parts: list[Any] = [TextArea(text, textprops={"color": color, "fontsize": 9}) for text, color in words]
-    row = HPacker(children=parts, align="baseline", pad=0, sep=6)
-    anchored = AnchoredOffsetbox(
-        "lower right", child=row, frameon=False, pad=0, borderpad=0.35, bbox_to_anchor=(1, 1),
-        bbox_transform=axes.transAxes,
-    )  # fmt: skip
-    axes.add_artist(anchored)
+def dark(color: str, background: str = DARK_BACKGROUND) -> str:
+    """The color mixed with just enough white to have `CONTRAST` on a dark background."""
+    for step in range(21):
+        mixed = [round(value + step / 20 * (255 - value)) for value in channels(color)]
+        if contrast(mixed, channels(background)) >= CONTRAST:
+            return "#" + "".join(f"{value:02X}" for value in mixed)
+    return "#FFFFFF"
 
 
-def legend_below(figure: Any, axes: Any, columns: int = 4) -> None:
-    """One legend for all panels, under them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9.5)
+def channels(color: str) -> list[int]:
+    """`#FF8000` -> [255, 128, 0]."""
+    return list(bytes.fromhex(color[1:]))
 
 
-def note(figure: Any, text: str) -> None:
-    """How it was made, small, above the panels, in as many lines as the width asks for."""
-    lines = textwrap.wrap(text, int(15 * figure.get_figwidth()))
-    figure.suptitle("\n".join(lines), fontsize=8.5, color="#555555", x=0.01, ha="left")
+def contrast(one: Sequence[int], other: Sequence[int]) -> float:
+    """WCAG's ratio of the luminances of two colors, from 1 to 21."""
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
 
 
-def save(figure: Any, stem: Path) -> list[Path]:
-    """PNG and PDF; without dates inside, so that the same numbers give the same files."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    files = [stem.with_name(stem.name + end) for end in (".png", ".pdf")]
-    figure.savefig(files[0], metadata={"Software": None}, pil_kwargs={"optimize": True})
-    figure.savefig(files[1], metadata={"CreationDate": None})
-    return files
+def luminance(color: Sequence[int]) -> float:
+    linear = [v / 12.92 if (v := value / 255) <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for value in color]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,65 +1,201 @@
-"""Records as a table: on a terminal, in Markdown, as plain data."""
+"""One table, rendered as Markdown, HTML, LaTeX or text for a terminal.
+
+    Table(["run", Column("AA"), Column("LA")], [["podnet", number(64.0), number(54.5)]], title="CIFAR-100").markdown()
+
+A string is a column of text; a `Column` is one of numbers by default.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+import html
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
 
 from rich import box
-from rich.markup import escape
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from incvec.config import digest
-from incvec.errors import ConfigError
-from incvec.metrics import gap_closed
-from incvec.presets import changed_settings
-from incvec.records import title
-from incvec.study.compare import settings_text
 
-# What two runs may differ in and still be the plain method and the oracle of one another.
-APART = ("addons", "oracle", "device", "engine")
+MISSING = "–"
+LONG_CODE = 40  # characters; longer code may break across lines
+MAX_NAME = 100  # characters of a file name, without its ending
+COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
+LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--", "·": r"$\cdot$",
+    "↑": r"$\uparrow$", "↓": r"$\downarrow$", "<": r"\textless{}", ">": r"\textgreater{}",
+}  # fmt: skip
 
-HEADINGS = ("run", "data set", "tasks", "seed", "AA", "LA", "FM", "gap closed", "seconds")
-NUMBERS = HEADINGS[2:]
+
+@dataclass(frozen=True)
+class Column:
+    """A heading; columns side by side with the same group share a heading above theirs."""
+
+    label: str  # may contain a line break, for a terminal
+    group: str = ""
+    numeric: bool = True
+
+    @property
+    def heading(self) -> str:
+        return self.label.replace("\n", " ")
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str = ""
+    value: float | None = None  # sort key of a number
+    code: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run's line; accuracies in percent, `gap_closed` a share of 1."""
+    """`dim`: less important (an oracle, a row without runs); the HTML page can hide it, a terminal dims it."""
 
-    run: str
-    dataset: str
-    tasks: int
-    seed: int
-    AA: float
-    LA: float
-    FM: float | None
-    gap_closed: float | None
-    seconds: float | None
-    path: str | None = None
-    apart: str | None = None  # what tells it from rows that would read alike
+    cells: tuple[Cell, ...]
+    dim: bool = False
 
-    def cells(self) -> list[str]:
-        """What is shown, heading by heading."""
-        return [
-            self.run + (f" ({self.apart})" if self.apart else ""),
-            self.dataset,
-            str(self.tasks),
-            str(self.seed),
-            f"{self.AA:.2f}",
-            f"{self.LA:.2f}",
-            "–" if self.FM is None else f"{self.FM:.2f}",
-            "–" if self.gap_closed is None else f"{100 * self.gap_closed:.0f} %",
-            "–" if self.seconds is None else f"{self.seconds:.1f}",
+
+class Table:
+    """Columns, rows, a title above and a note below; `slug` is its HTML id, LaTeX label and file name."""
+
+    def __init__(
+        self,
+        columns: Sequence[Column | str],
+        rows: Iterable[Row | Sequence[Cell | str]],
+        title: str = "",
+        note: str = "",
+        slug: str = "",
+    ) -> None:
+        self.columns = [Column(each, numeric=False) if isinstance(each, str) else each for each in columns]
+        self.rows = [row if isinstance(row, Row) else make_row(*row) for row in rows]
+        self.title = title
+        self.note = note
+        self.slug = safe_name(slug) if slug else ""
+
+    def texts(self) -> list[list[str]]:
+        """The cells' text, row by row."""
+        return [[cell.text for cell in row.cells] for row in self.rows]
+
+    def markdown(self, align: bool = True) -> str:
+        """Without title and note; numbers to the right if `align`."""
+        lines = ["| " + " | ".join(f"{column.group} {column.heading}".strip() for column in self.columns) + " |"]
+        lines.append("|" + "|".join("---:" if align and column.numeric else "---" for column in self.columns) + "|")
+        for row in self.rows:
+            texts = [cell.text.replace("|", "\\|") for cell in row.cells]
+            shown = [f"`{text}`" if cell.code else text for cell, text in zip(row.cells, texts, strict=True)]
+            lines.append("| " + " | ".join(shown) + " |")
+        return "\n".join(lines)
+
+    def latex(self) -> str:
+        """A table environment; requires booktabs, and array if a column breaks."""
+        lines = [r"\begin{table}[t]", r"\centering", rf"\caption{{{escape_latex(f'{self.title}. {self.note}')}}}"]
+        lines += [rf"\label{{tab:{self.slug}}}"]
+        kinds = "".join(self._latex_kind(place) for place in range(len(self.columns)))
+        lines += [rf"\begin{{tabular}}{{@{{}}{kinds}@{{}}}}", r"\toprule"]
+        groups = self._groups()
+        if any(text for text, _ in groups):
+            shown, rules, place = [], [], 1
+            for text, width in groups:
+                shown.append(rf"\multicolumn{{{width}}}{{c}}{{{escape_latex(text)}}}" if text else " & " * (width - 1))
+                rules += [rf"\cmidrule(lr){{{place}-{place + width - 1}}}"] if text else []
+                place += width
+            lines += [" & ".join(shown) + r" \\", " ".join(rules)]
+        lines += [" & ".join(escape_latex(column.heading) for column in self.columns) + r" \\", r"\midrule"]
+        lines += [" & ".join(map(latex_cell, row.cells)) + r" \\" for row in self.rows]
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
+
+    def html(self, section: str = "") -> str:
+        """Sortable by its headings; the title is left out if it is the section's own."""
+        lines = [f'<div class="table" id="{html.escape(self.slug)}">']
+        lines += [f"<h3>{html.escape(self.title)}</h3>"] if self.title != section else []
+        lines += [f'<p class="note">{html.escape(self.note)}</p>'] if self.note else []
+        if any(row.dim for row in self.rows) and not all(row.dim for row in self.rows):
+            lines.append('<label class="filter"><input type="checkbox"> also show rows without runs</label>')
+        lines.append('<div class="scroll" tabindex="0"><table><thead>')
+        groups = self._groups()
+        if any(text for text, _ in groups):
+            cells = [f'<th colspan="{width}">{html.escape(text)}</th>' for text, width in groups]
+            lines.append('<tr class="groups">' + "".join(cells) + "</tr>")
+        kinds = [self._html_kind(place) for place in range(len(self.columns))]
+        heads = [
+            f'<th class="{kind}" scope="col"><button type="button">{html.escape(column.heading)}</button></th>'
+            for kind, column in zip(kinds, self.columns, strict=True)
         ]
+        lines.append("<tr>" + "".join(heads) + "</tr></thead><tbody>")
+        for row in self.rows:
+            cells = [html_cell(cell, kind) for cell, kind in zip(row.cells, kinds, strict=True)]
+            lines.append(('<tr class="not-run">' if row.dim else "<tr>") + "".join(cells) + "</tr>")
+        return "".join([*lines, "</tbody></table></div></div>"])
+
+    def rich(self) -> RichTable:
+        """For a terminal: the first column folds if the terminal is narrow, numbers never do."""
+        table = RichTable(
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
+            caption=Text(self.note) if self.note else None,
+            caption_justify="left",
+            header_style="bold",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        for place, column in enumerate(self.columns):
+            side: Literal["left", "right"] = "right" if column.numeric else "left"
+            label = Text(f"{column.group} {column.label}".strip())
+            table.add_column(label, justify=side, no_wrap=place > 0, overflow="fold")
+        for row in self.rows:
+            table.add_row(*(Text(cell.text) for cell in row.cells), style="dim" if row.dim else None)
+        return table
+
+    def _groups(self) -> list[tuple[str, int]]:
+        """Headings above neighboring columns, each with the number of columns below it."""
+        return [(group, len(list(members))) for group, members in groupby(self.columns, lambda column: column.group)]
+
+    def _latex_kind(self, place: int) -> str:
+        if any(row.cells[place].code and len(row.cells[place].text) > LONG_CODE for row in self.rows):
+            return r">{\raggedright\arraybackslash}p{6cm}"
+        return "r" if self.columns[place].numeric else "l"
+
+    def _html_kind(self, place: int) -> str:
+        column = self.columns[place]
+        edge = bool(column.group) and (place == 0 or self.columns[place - 1].group != column.group)
+        return " ".join(name for name, wanted in (("number", column.numeric), ("edge", edge)) if wanted)
+
+
+def make_row(*cells: Cell | str, dim: bool = False) -> Row:
+    return Row(tuple(Cell(cell) if isinstance(cell, str) else cell for cell in cells), dim)
+
+
+def number(value: float | None, form: str = ".2f", missing: str = MISSING) -> Cell:
+    return Cell(missing) if value is None else Cell(format(value, form), value)
+
+
+def mean(
+    values: Sequence[float], form: str = ".2f", error: bool = False, count: bool = False, missing: str = MISSING
+) -> Cell:
+    """`65.30 ± 0.41`: the mean over seeds with its standard deviation, or with the standard error of the mean; `count`
+    appends the number of seeds, `65.30 ± 0.41 (3)`."""
+    if not values:
+        return Cell(missing)
+    average = statistics.mean(values)
+    text = format(average, form)
+    if len(values) > 1:
+        deviation = statistics.stdev(values)
+        text += f" ± {deviation / len(values) ** 0.5 if error else deviation:.2f}" + f" ({len(values)})" * count
+    return Cell(text, average)
+
+
+def code(text: str, missing: str = MISSING) -> Cell:
+    return Cell(text or missing, code=bool(text))
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `3 min 05 s`, `2 h 04 min`, rounded to what is shown."""
+    """`8 s`, `3 min 05 s`, `2 h 04 min`, rounded to the unit shown."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -69,100 +205,38 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def family(record: Mapping[str, Any]) -> str:
-    """The same for a method, its oracle and the method with any add-on, all else being equal."""
-    shared = dict(record.get("config") or {})
-    for name in (*APART, *record["addons"]):
-        shared.pop(name, None)
-    named = [record[key] for key in ("method", "dataset", "tasks", "seed")]
-    return digest([named, record.get("order_seed"), record["test_counts"], shared])
+def safe_name(text: str) -> str:
+    """A file name: letters, digits, '.', '_' and '-', of bounded length.
+
+    A name that has to be changed gets a digest of the original, so that two names never become one.
+    """
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip(".-")[:MAX_NAME]
+    return safe if safe and safe == text else f"{safe[: MAX_NAME - 7]}-{digest(text)[:6]}".lstrip("-")
 
 
-def rows(records: Sequence[Mapping[str, Any]], paths: Sequence[str] | None = None) -> list[Row]:
-    """A row a record, in the order given. The share of the oracle gap closed is told for runs with add-ons
-    whose plain run and oracle are among the records."""
-    plain: dict[str, float] = {}
-    oracle: dict[str, float] = {}
-    for record in records:
-        if not record["addons"]:
-            (oracle if record["oracle"] else plain).setdefault(family(record), record["metrics"]["LA"])
-    found = []
-    for number, record in enumerate(records):
-        key = family(record)
-        share = None
-        if record["addons"] and not record["oracle"] and key in plain and key in oracle:
-            share = gap_closed(record["metrics"]["LA"], plain[key], oracle[key])
-        found.append(
-            Row(
-                run=title(dict(record)),
-                dataset=record["dataset"],
-                tasks=record["tasks"],
-                seed=record["seed"],
-                AA=record["metrics"]["AA"],
-                LA=record["metrics"]["LA"],
-                FM=record["metrics"].get("FM"),  # none where there was a single task
-                gap_closed=share,
-                seconds=record.get("seconds"),
-                path=None if paths is None else paths[number],
-            )
-        )
-    alike = Counter(map(named, found))
-    return [
-        replace(row, apart=apart(record, row.path if alike[named(row)] > 1 else None))
-        for row, record in zip(found, records, strict=True)
-    ]
+def html_cell(cell: Cell, kind: str) -> str:
+    text = html.escape(cell.text if cell.value is None else cell.text.replace("-", "−"))
+    if cell.code and len(text) > LONG_CODE:  # may break between its words, but not within `--seed`
+        words = [f"<span>{word}</span>" if len(word) <= LONG_CODE else word for word in text.split(" ")]
+        text = f'<code class="long">{" ".join(words)}</code>'
+    elif cell.code:
+        text = f"<code>{text}</code>"
+    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    return f'<td class="{kind}"{value}>{text}</td>'
 
 
-def named(row: Row) -> tuple[str, str, int, int]:
-    return row.run, row.dataset, row.tasks, row.seed
+def escape_latex(text: str) -> str:
+    return "".join(LATEX.get(letter, letter) for letter in text)
 
 
-def apart(record: Mapping[str, Any], path: str | None) -> str | None:
-    """The settings a run changed; the folder, where that is given, of one that has its presets'."""
-    folder = Path(path).parent.name if path else None
-    try:
-        changes = changed_settings(record["config"])
-    except (ConfigError, KeyError):  # of a method or add-on that is not here, or of a record that lost a part
-        return folder
-    return settings_text(changes) or (f"as preset, in {folder}" if folder else None)
-
-
-def rich_table(found: Sequence[Row], title: str | None = None) -> Table:
-    """For a terminal. Oracles are dimmed: they are what one measures against. What tells runs apart stands below."""
-    notes: dict[str, int] = {}
-    for row in found:
-        if row.apart:
-            notes.setdefault(row.apart, len(notes) + 1)
-    table = Table(
-        caption=Text("\n".join(f"[{number}] {note}" for note, number in notes.items())) if notes else None,
-        caption_justify="left",
-        title=title,
-        title_justify="left",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in HEADINGS:
-        # The longest heading is broken, and a name may be, a number never: all fits into 80 columns then.
-        heading = name.replace("gap closed", "gap\nclosed")
-        side: Literal["left", "right"] = "right" if name in NUMBERS else "left"
-        table.add_column(heading, justify=side, no_wrap=name != "run", overflow="fold")
-    for row in found:
-        first, *rest = row.cells()
-        run = f"{row.run} {escape(f'[{notes[row.apart]}]')}" if row.apart else first
-        table.add_row(run, *rest, style="dim" if row.run.endswith(" oracle") else None)
-    return table
-
-
-def markdown(found: Sequence[Row]) -> str:
-    """The same for a document."""
-    lines = ["| " + " | ".join(HEADINGS) + " |"]
-    lines.append("|" + "|".join("---:" if name in NUMBERS else "---" for name in HEADINGS) + "|")
-    lines += ["| " + " | ".join(row.cells()) + " |" for row in found]
-    return "\n".join(lines)
-
-
-def plain_data(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """The same for a program: numbers as they are, nothing rounded."""
-    return [asdict(row) for row in found]
+def latex_cell(cell: Cell) -> str:
+    """A signed number and its spread as one formula; commit hashes shortened, so that a table fits the page."""
+    text = COMMIT.sub(r"\1", cell.text)
+    if cell.code:
+        return rf"\texttt{{{escape_latex(text)}}}"
+    if match := re.fullmatch(r"([+-]?[\d.]+)(?: ± ([\d.]+))?( \(\d+\))?", text):
+        value, deviation, count = match[1], match[2], match[3] or ""
+        if deviation:
+            return rf"${value}_{{\pm {deviation}}}${count}"
+        return f"${value}${count}" if value[0] in "+-" else value + count
+    return escape_latex(text)

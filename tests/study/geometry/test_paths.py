@@ -1,8 +1,10 @@
-"""Straight lines: closed forms on two parameters, and the ends of a real run's path."""
+"""Paths: closed forms on two parameters, and paths between the snapshots of real runs."""
 
 from __future__ import annotations
 
 import copy
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ from torch import Tensor, nn
 
 from incvec.data import Dataset
 from incvec.engine.run import finish
-from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, DataError
-from incvec.study.geometry import path, positions, snapshot_model, task_accuracy
+from incvec.study.geometry import EvaluationOptions, barrier, load_snapshot, path, positions
+from incvec.study.geometry.paths import linear_fit, run_paths
 from tests.conftest import make_run, quick
+from tests.study.geometry.conftest import FinishedRuns
 
 
 class Point(nn.Module):
@@ -28,61 +31,56 @@ class Point(nn.Module):
         self.register_buffer("count", torch.tensor(count))
 
 
-def bowl(model: nn.Module) -> float:
+def quadratic(model: nn.Module) -> float:
     w = model.get_parameter("w")
     return float(3 * w[0] ** 2 + (w[1] - 1) ** 2)
 
 
-def test_a_quadratic_along_a_line_is_its_closed_form() -> None:
+def test_path_of_a_quadratic_has_its_closed_form() -> None:
     a, b = Point(1.0, -2.0).state_dict(), Point(-3.0, 4.0).state_dict()
-    found = path(Point(), a, b, bowl, points=9)
-    for x, value in zip(positions(9), found, strict=True):
+    values = path(Point(), a, b, quadratic, points=9)
+    for x, value in zip(positions(9), values, strict=True):
         assert value == pytest.approx(3 * (1 - 4 * x) ** 2 + (-3 + 6 * x) ** 2, abs=1e-12)
 
 
 def test_positions() -> None:
     assert positions(5) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert len(positions()) == 51
-    with pytest.raises(ValueError, match="two ends"):
+    with pytest.raises(ValueError, match=r"at least 2 points.*given 1"):
         positions(1)
 
 
-def test_the_ends_are_the_states_themselves() -> None:
+def test_path_ends_are_the_given_states_bit_for_bit() -> None:
     torch.manual_seed(0)
     one, other = nn.Linear(7, 5), nn.Linear(7, 5)
-    seen: list[Tensor] = []
-    path(
-        nn.Linear(7, 5),
-        one.state_dict(),
-        other.state_dict(),
-        lambda m: seen.append(m.get_parameter("weight").detach().clone()),
-        points=3,
-    )
+
+    def weight(model: nn.Module) -> Tensor:
+        return model.get_parameter("weight").detach().clone()
+
+    seen = path(nn.Linear(7, 5), one.state_dict(), other.state_dict(), weight, points=3)
     assert torch.equal(seen[0], one.weight)
     assert torch.equal(seen[2], other.weight)
 
 
-def test_integers_come_from_the_nearer_end_and_mappings_pass_through() -> None:
+def test_integer_buffers_are_those_of_the_nearer_end() -> None:
     a, b = Point(count=3).state_dict(), Point(count=9).state_dict()
-    found = path(Point(), a, b, lambda m: {"count": int(m.get_buffer("count"))}, points=5)
-    assert [row["count"] for row in found] == [3, 3, 9, 9, 9]
+    values = path(Point(), a, b, lambda m: {"count": int(m.get_buffer("count"))}, points=5)
+    assert [row["count"] for row in values] == [3, 3, 9, 9, 9]
 
 
 def test_batchnorm_statistics_are_interpolated() -> None:
     a, b = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
     a.running_mean, b.running_mean = torch.tensor([0.0, 4.0]), torch.tensor([2.0, 8.0])
     a.running_var, b.running_var = torch.tensor([1.0, 1.0]), torch.tensor([3.0, 2.0])
-    found = path(
-        nn.BatchNorm1d(2),
-        a.state_dict(),
-        b.state_dict(),
-        lambda m: (m.get_buffer("running_mean").tolist(), m.get_buffer("running_var").tolist()),
-        points=3,
-    )
-    assert found[1] == ([1.0, 6.0], [2.0, 1.5])
+
+    def statistics(m: nn.Module) -> tuple[list[float], list[float]]:
+        return m.get_buffer("running_mean").tolist(), m.get_buffer("running_var").tolist()
+
+    values = path(nn.BatchNorm1d(2), a.state_dict(), b.state_dict(), statistics, points=3)
+    assert values[1] == ([1.0, 6.0], [2.0, 1.5])
 
 
-def test_everything_is_put_back() -> None:
+def test_path_restores_the_model_also_after_an_error() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
@@ -92,73 +90,145 @@ def test_everything_is_put_back() -> None:
     before = copy.deepcopy(model.state_dict())
     identities = [id(p) for p in model.parameters()]
 
-    def evaluate(m: nn.Module) -> float:
-        m.eval()
-        return 0.0
-
-    def broken(m: nn.Module) -> float:
+    def fail(m: nn.Module) -> float:
         m.train()
         raise RuntimeError("broken")
 
-    path(model, model.state_dict(), other.state_dict(), evaluate, points=4)
+    path(model, model.state_dict(), other.state_dict(), lambda m: m.eval(), points=4)
     with pytest.raises(RuntimeError, match="broken"):
-        path(model, other.state_dict(), model.state_dict(), broken, points=4)
+        path(model, other.state_dict(), model.state_dict(), fail, points=4)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert [id(p) for p in model.parameters()] == identities
     assert [m.training for m in model.modules()] == [True, True, False]
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_the_models_own_live_state_is_copied_first() -> None:
+def test_path_copies_the_live_state_of_the_model() -> None:
     model, b = Point(2.0, 1.0), Point(0.0, 1.0).state_dict()
-    assert path(model, model.state_dict(), b, bowl, points=3) == [12.0, 3.0, 0.0]
+    assert path(model, model.state_dict(), b, quadratic, points=3) == [12.0, 3.0, 0.0]
 
 
-def test_states_that_do_not_fit_are_named() -> None:
+def test_path_refuses_states_of_another_model() -> None:
     small, large = nn.Linear(2, 2), nn.Linear(2, 3)
-    with pytest.raises(ValueError, match=r"weight has shape \(2, 2\) in state_a, \(3, 2\) in the model"):
+    with pytest.raises(ValueError, match=r"weight has shape \(2, 2\) in state_a, expected \(3, 2\)"):
         path(large, small.state_dict(), large.state_dict(), lambda m: 0)
-    with pytest.raises(ValueError, match=r"state_b .* lacks bias and has nothing besides.*grow"):
+    with pytest.raises(ValueError, match=r"state_b .* missing bias; unexpected none.*grow"):
         path(small, small.state_dict(), {"weight": small.weight}, lambda m: 0)
 
 
-@pytest.fixture(scope="module")
-def run(few: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("podnet")
-    longer = {"epochs": 10, "batch_size": 16, "lr": 0.05}  # so that the accuracies tell one model from another
-    return out, finish(make_run(few, out, quick("podnet", seed=3, podnet=longer)))
+def test_barrier() -> None:
+    assert barrier([80.0, 50.0, 60.0]) == 20.0  # halfway between the ends it is 70
+    assert barrier([80.0, 75.0, 60.0]) == 0.0  # above the straight line
+    assert barrier([1.0, 3.0, 2.0], falls=False) == 1.5
+    assert barrier([1.0, 1.0, 2.0], falls=False) == 0.0
+    assert barrier([5.0, 4.0]) == 0.0
 
 
-def test_a_path_ends_at_the_snapshots_own_accuracies(run: tuple[Path, dict[str, Any]], few: Dataset) -> None:
-    out, record = run
-    accuracy = record["classifiers"]["cnn"]["accuracy"]
-    start, end = snapshot_model(out, 1, few), snapshot_model(out, 2, few)
-    assert (start.task.index, end.task.index) == (1, 2)
-    assert [task_accuracy(start, i)(start.model) for i in (0, 1)] == accuracy[1]
-    grown = snapshot_model(out, 0, few, grow_to=2)
-    found = path(end.model, grown.state(), end.state(), task_accuracy(end, 0), points=5)
-    assert found[-1] == accuracy[2][0]
-    assert found[0] == task_accuracy(grown, 0)(grown.model)
-    assert found[0] > found[-1]
+def test_linear_fit() -> None:
+    assert linear_fit([0.0, 1.0, 2.0], [1.0, 3.0, 5.0]) == {"slope": 2.0, "intercept": 1.0, "r2": 1.0}
+    fit = linear_fit([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 1.0, 2.0])
+    assert [fit["slope"], fit["intercept"], fit["r2"]] == pytest.approx([0.6, 0.1, 0.9])
+    assert linear_fit([4.0, 4.0], [1.0, 2.0])["slope"] is None
 
 
-def test_grown_rows_start_as_they_did_in_the_run(run: tuple[Path, dict[str, Any]], few: Dataset) -> None:
-    out, _ = run
-    plain, grown = snapshot_model(out, 0, few).state(), snapshot_model(out, 0, few, grow_to=2).state()
-    assert all(torch.equal(grown[name], value) for name, value in plain.items())
-    for index in (1, 2):
-        rows = grown[f"head.blocks.{index}.weight"]
-        generator = torch.Generator().manual_seed(derive(3, index, "grow"))
-        drawn = torch.randn(rows.shape, generator=generator) / rows.shape[1] ** 0.5
-        torch.testing.assert_close(rows, drawn, rtol=0, atol=0)
+def test_paths_of_plain_run_ivt_and_oracle(runs: FinishedRuns, few: Dataset) -> None:
+    data = run_paths([runs.plain, runs.ivt], runs.oracle, few, 0, None, EvaluationOptions(points=5))
+    assert [curve["name"] for curve in data["curves"]] == ["PODNet", "PODNet + IVT", "PODNet oracle"]
+    assert (data["start"], data["task_to"]) == ("oracle", 2)
+    assert len({curve["accuracy"]["tasks"][0][0] for curve in data["curves"]}) == 1  # one start for all
+    for curve, name in zip(data["curves"], ("plain", "ivt", "oracle"), strict=True):
+        last = runs.records[name]["classifiers"]["cnn"]["accuracy"][2]
+        assert [values[-1] for values in curve["accuracy"]["tasks"]] == last
+        assert curve["accuracy"]["old"] == curve["accuracy"]["tasks"][0]
+        assert curve["barrier"]["accuracy"]["old"] == barrier(curve["accuracy"]["old"])
+        a = load_snapshot(runs.oracle, 0, few, grow_to=2).model
+        b = load_snapshot(getattr(runs, name), 2, few).model
+        assert curve["length"] == pytest.approx(parameter_distance(a, b))
+        assert curve["length_of_shared"] < curve["length"]
+        assert curve["distance"] == pytest.approx([x * curve["length"] for x in (0, 0.25, 0.5, 0.75, 1)])
 
 
-def test_missing_snapshots_and_impossible_growth(run: tuple[Path, dict[str, Any]], few: Dataset) -> None:
-    out, _ = run
-    with pytest.raises(DataError, match=r"no snapshot .*task-07"):
-        snapshot_model(out / "none", 7, few)
+def parameter_distance(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return math.sqrt(sum(float((p - q).detach().double().square().sum()) for p, q in pairs))
+
+
+def test_tasks_are_weighted_by_all_their_images(few: Dataset, tmp_path: Path) -> None:
+    """A base task twice as large weighs twice as much, although the same number of its images is evaluated."""
+    record = finish(make_run(few, tmp_path / "run", quick("finetune", base_classes=4, tasks=2)))
+    sizes = record["test_counts"]
+    assert sizes[0] > 1.5 * sizes[1]
+    curve = run_paths([tmp_path / "run"], None, few, 1, 2, EvaluationOptions(points=2, images=4))["curves"][0]
+    assert curve["counts"] == [4, 4, 4]
+    for metric in ("accuracy", "loss"):
+        first, second, _ = curve[metric]["tasks"]
+        expected = [(sizes[0] * a + sizes[1] * b) / (sizes[0] + sizes[1]) for a, b in zip(first, second, strict=True)]
+        assert curve[metric]["old"] == pytest.approx(expected)
+
+
+def test_path_starts_at_the_oracle_or_at_the_run_itself(runs: FinishedRuns, few: Dataset) -> None:
+    lengths = {}
+    for start, folder in (("oracle", runs.oracle), ("own", runs.plain)):
+        options = EvaluationOptions(points=2, start=start)  # type: ignore[arg-type]
+        curve = run_paths([runs.plain], runs.oracle, few, 1, 2, options)["curves"][0]
+        lengths[start] = curve["length"]
+        assert curve["start_run"] == folder.name
+        snapshot = load_snapshot(folder, 1, few, grow_to=2)
+        with torch.no_grad():
+            batch = snapshot.parts.test.fetch(snapshot.parts.test.rows_of(0, 4))
+            correct = snapshot.model(batch.images).logits.argmax(1) == batch.labels
+        assert curve["accuracy"]["old"][0] == pytest.approx(100 * float(correct.double().mean()))
+    assert lengths["oracle"] != lengths["own"]
+    assert run_paths([runs.ivt], None, few, 0, 1, EvaluationOptions(points=2))["start"] == "own"
+
+
+def test_runs_of_several_seeds_need_their_own_starts(runs: FinishedRuns, few: Dataset, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    finish(make_run(few, other, quick("podnet", seed=4, podnet={"epochs": 1})))
+    message = r"differ in their seeds \(3 and 4\).*--start own.*Run first:\n  incvec run --method podnet .*--seed 3"
+    with pytest.raises(DataError, match=message):
+        run_paths([runs.plain, other], runs.oracle, few, 0, 2, EvaluationOptions(points=2))
+    own = EvaluationOptions(points=2, start="own")
+    names = [curve["name"] for curve in run_paths([runs.plain, other], runs.oracle, few, 0, 2, own)["curves"]]
+    assert names == ["PODNet, seed 3", "PODNet, seed 4", "PODNet oracle, seed 3"]
+    copied = shutil.copytree(runs.plain, tmp_path / "copied")
+    names = [curve["name"] for curve in run_paths([runs.plain, copied], None, few, 0, 2, own)["curves"]]
+    assert names == ["PODNet (plain)", "PODNet (copied)"]
+
+
+def test_errors_name_the_command_to_run_first(runs: FinishedRuns, few: Dataset, tmp_path: Path) -> None:
+    options = EvaluationOptions(points=2)
+    with pytest.raises(DataError, match=r"never trained. Run first:\n  incvec run --method podnet .*--oracle .*--out"):
+        run_paths([runs.plain], tmp_path / "none", few, 0, 2, options)
+    with pytest.raises(DataError, match=r"not an oracle.*\n  incvec run .*--oracle"):
+        run_paths([runs.plain], runs.ivt, few, 0, 2, options)
+    with pytest.raises(DataError, match=r"no snapshot .*task-00.*\n  incvec run"):
+        run_paths([tmp_path / "none"], None, few, 0, 2, options)
     with pytest.raises(ConfigError, match=r"no task 8 in .*: it has 3"):
-        snapshot_model(out, 7, few)
-    for wrong in (0, 3):
-        with pytest.raises(ConfigError, match=f"grow_to is {wrong}"):
-            snapshot_model(out, 1, few, grow_to=wrong)
+        run_paths([runs.plain], None, few, 0, 7, options)
+    unfinished = shutil.copytree(runs.plain, tmp_path / "unfinished")
+    (unfinished / "snapshots" / "task-02.safetensors").unlink()
+    with pytest.raises(DataError, match=r"no snapshot .*task-02.*has 2 snapshot.*\n  incvec run --method podnet"):
+        run_paths([unfinished], None, few, 0, 2, options)
+    with pytest.raises(ConfigError, match="no path from task 3 to task 3"):
+        run_paths([runs.plain], None, few, 2, 2, options)
+    with pytest.raises(ConfigError, match="no run"):
+        run_paths([], None, few, 0, 1, options)
+
+
+@pytest.mark.parametrize(
+    ("given", "difference"),
+    [
+        (quick("finetune"), "method"),
+        (quick("podnet", seed=3, podnet={"net": "small", "epochs": 1}), "network"),
+        (quick("podnet", seed=3, order_seed=5, podnet={"epochs": 1}), "class order"),
+        (quick("podnet", seed=3, base_classes=4, tasks=1, podnet={"epochs": 1}), "number of base classes"),
+    ],
+    ids=["method", "network", "order", "base"],
+)
+def test_runs_that_cannot_be_compared(
+    given: dict[str, Any], difference: str, runs: FinishedRuns, few: Dataset, tmp_path: Path
+) -> None:
+    finish(make_run(few, tmp_path, given))
+    with pytest.raises(DataError, match=rf"differ in their {difference}.*Run first:\n  incvec run --method podnet"):
+        run_paths([runs.plain, tmp_path], None, few, 0, 1, EvaluationOptions(points=2))

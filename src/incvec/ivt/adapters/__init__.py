@@ -1,1 +1,1 @@
-"""Thin adapters to other people's loops. Each one imports its host, so none is imported here."""
+"""Adapters to the training loops of other libraries. Each imports its host library, so none is imported here."""

@@ -5,8 +5,8 @@
         ...                                            # grow the model
         Trainer(model, ..., callbacks=[callback]).train()
 
-The Trainer's checkpoints hold no tensors of callbacks: to go on in the middle of a training, save and load
-`callback.ivt.state_dict()` beside them; `resume` takes it.
+The Trainer's checkpoints do not store tensors of callbacks. To resume in the middle of a training, save and load
+`callback.ivt.state_dict()` beside them and pass it to `resume`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _transformers = _host()
 
 
 class IVTCallback(_transformers.TrainerCallback):  # type: ignore[name-defined,misc]
-    """Takes IVT's arguments, except for the optimizer, which the trainer makes anew for each training."""
+    """Takes IVT's arguments, except for the optimizer, which the trainer creates for each training."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -43,11 +43,11 @@ class IVTCallback(_transformers.TrainerCallback):  # type: ignore[name-defined,m
         self._saved: Mapping[str, Tensor] | None = None
 
     def resume(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from IVT's saved state when the next training begins, in place of beginning a task."""
+        """Load IVT's saved state when the next training starts, instead of beginning a task."""
         self._saved = state
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Accelerate wraps the optimizer in one without hooks; the inner one is what steps.
+        # Accelerate wraps the optimizer in one without hooks; the inner optimizer is the one that steps.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         if self._saved is not None:
             self.ivt.attach(optimizer)

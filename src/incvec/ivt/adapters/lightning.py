@@ -32,32 +32,31 @@ _lightning = _host()
 
 
 class IVTCallback(_lightning.Callback):  # type: ignore[name-defined,misc]
-    """Takes IVT's arguments, except for the optimizers, which the trainer makes anew for each fit."""
+    """Takes IVT's arguments, except for the optimizers, which the trainer creates for each fit."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()
-        # Lightning steps with a closure, which IVT's own hook incompatibility; see _before_step.
+        # Lightning steps with a closure, which IVT's own hook rejects; see _before_step.
         self.ivt = IVT(model, **options, listen=False)
         self._saved: Mapping[str, Tensor] | None = None
         self._handles: list[Any] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        # A checkpoint is read before the model is on its device, so its state had to wait until here.
+        # Lightning loads a checkpoint before the model is on its device, so the state is applied here.
         if self._saved is not None:
             self.ivt.attach(*trainer.optimizers)
             self.ivt.load_state_dict(self._saved)
             self._saved = None
         else:
             self.ivt.begin_task(optimizer=trainer.optimizers)
-        if self.ivt.kind == "batch":
-            self._handles = [o.register_step_pre_hook(self._before_step) for o in trainer.optimizers]
+        self._handles = [o.register_step_pre_hook(self._before_step) for o in trainer.optimizers]
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Look at the gradients where the optimizer does: after the closure, which runs backward and clips."""
+        """Accumulate the gradients that the optimizer sees: after the closure, which runs backward and clips."""
         if isinstance(optimizer, LBFGS):
-            raise RuntimeError("LBFGS evaluates its closure many times a step; IVT needs one gradient a step")
+            raise RuntimeError("LBFGS evaluates its closure several times per step; IVT needs one gradient per step")
         closure: Callable[[], Any] | None = kwargs.get("closure")
 
         def accumulate() -> None:

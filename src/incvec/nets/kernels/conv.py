@@ -120,7 +120,7 @@ def correlate(
     inside = m >= 0 if EVEN else m < pixels
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if STAGES == 0:
-        tiles = ()  # grown by addition: Triton's language knows no unpacking
+        tiles = ()  # grown by addition: Triton has no unpacking
         weights = ()
         for step in tl.static_range(9 // GROUP):
             tile = _shifted(x, m, inside, run, step * GROUP, CI, H, W, STRIDE, MIRROR, GROUP, SN, SH, SW, SC)
@@ -230,7 +230,7 @@ def add_up(parts, total, COUNT: tl.constexpr, SIZE: tl.constexpr, BLOCK_E: tl.co
 
 
 @triton.jit
-def settle(
+def merge_moments(
     parts, moments, running_mean, running_var, pixels, momentum, eps,
     COUNT: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +271,7 @@ def normalize(
     z, other, y, moments, gamma, beta, pixels,
     C: tl.constexpr, ROWS: tl.constexpr, OTHER: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """y = relu(gamma (z - mean) / deviation + beta + other), ROWS pixels a program."""
+    """y = relu(gamma (z - mean) / deviation + beta + other), ROWS pixels per program."""
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, C)
     inside = (p < pixels)[:, None]

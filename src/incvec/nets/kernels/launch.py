@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: shapes, layouts and how the work is cut.
+"""Launches of the Triton kernels: shapes, layouts and tile sizes.
 
 Maps are bfloat16 [N, C, H, W] in channels-last order, weights [O, I, 3, 3] in float32 or bfloat16 in any dense order,
 moments and sums [2, C] in float32. Triton is imported when a kernel is first launched.
@@ -19,7 +19,7 @@ Shape = tuple[int, int, int, int]  # channels in, channels out, height, width
 
 
 class Tiles(NamedTuple):
-    """How `correlate` is cut: pixels and channels a program, taps at once, pipeline depth (0: none), warps."""
+    """Tiling of `correlate`: pixels and channels per program, taps at once, pipeline depth (0: none), warps."""
 
     pixels: int
     channels: int
@@ -29,7 +29,7 @@ class Tiles(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """How `weigh` is cut: pixels a turn, channels, taps at once, such tiles, parts, pipeline depth, warps."""
+    """Tiling of `weigh`: pixels per iteration, channels, taps at once, such tiles, parts, pipeline depth, warps."""
 
     pixels: int
     channels: int
@@ -40,7 +40,7 @@ class Sums(NamedTuple):
     warps: int
 
 
-# What benchmarks/conv_kernels.py found best on an H200.
+# The fastest on an H200 by benchmarks/conv_kernels.py.
 FORWARD: dict[Shape, Tiles] = {
     (16, 16, 32, 32): Tiles(256, 16, 1, 0, 8),
     (32, 32, 16, 16): Tiles(128, 32, 1, 0, 8),
@@ -56,11 +56,11 @@ TO_WEIGHT: dict[Shape, Sums] = {
     (32, 32, 16, 16): Sums(64, 32, 3, 1, 64, 3, 4),
     (64, 64, 8, 8): Sums(64, 32, 1, 3, 16, 4, 4),
 }
-ELEMENTS = 4096  # of a map, for one program of a kernel that goes through it element by element
+ELEMENTS = 4096  # of a map per program of an elementwise kernel
 
 
 def tiles_for(shape: Shape, mirror: bool) -> Tiles:
-    """The cut of a forward product, or with `mirror` of the one to x, whose input channels are our outputs."""
+    """The tiling of a forward convolution, or with `mirror` of the gradient to x, whose inputs are our outputs."""
     if shape[0] < 16:
         return Tiles(128, min(shape[1], 64), 9, 0, 4)
     found = (TO_INPUT if mirror else FORWARD).get(shape)
@@ -68,7 +68,7 @@ def tiles_for(shape: Shape, mirror: bool) -> Tiles:
 
 
 def sums_for(shape: Shape, stride: int) -> Sums:
-    """The cut of the product to w."""
+    """The tiling of the gradient to the weights."""
     inputs, outputs, *_ = shape
     if inputs < 16:
         return Sums(128, min(outputs, 64), 9, 1, 256, 3, 4)
@@ -78,8 +78,8 @@ def sums_for(shape: Shape, stride: int) -> Sums:
     return found
 
 
-def steps(weight: Tensor) -> tuple[int, int, int] | None:
-    """Steps in memory between output channels, input channels and taps, or None where taps are not one run."""
+def weight_strides(weight: Tensor) -> tuple[int, int, int] | None:
+    """Strides of output channels, input channels and taps, or None if the taps are not contiguous."""
     out, into, down, right = weight.stride()
     dense = weight.is_contiguous() or weight.is_contiguous(memory_format=LAST)
     return (out, into, right) if dense and down == 3 * right else None
@@ -92,7 +92,7 @@ def _kernels() -> Any:
 
 
 def _on(x: Tensor) -> Any:
-    """Triton launches on the current device; the interpreter's tensors have none."""
+    """Triton launches on the current device; the interpreter's tensors are on the CPU."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -102,12 +102,12 @@ def _maps(like: Tensor, channels: int, height: int, width: int) -> Tensor:
 
 
 def _run(group: int, channels: int) -> int:
-    """Columns of a tile of `group` taps: a power of two, as Triton wants it, of at least 16, as its products do."""
+    """Columns of a tile of `group` taps: a power of two of at least 16, as Triton's dot requires."""
     return max(16, 1 << (group * channels - 1).bit_length())
 
 
 class Normed(NamedTuple):
-    """What `product` shall do to its result: normalize by these moments, add `other`, apply the ReLU."""
+    """Epilogue of `product`: normalize by these moments, add `other`, apply the ReLU."""
 
     norm: nn.BatchNorm2d
     other: Tensor | None
@@ -115,7 +115,7 @@ class Normed(NamedTuple):
 
 
 class Masked(NamedTuple):
-    """What `product` shall do to its result: pass it where relu(norm(z)) lets it, and sum it up for `norm`."""
+    """Epilogue of `product`: mask by relu(norm(z)) > 0, and sum for the backward pass of `norm`."""
 
     z: Tensor
     moments: Tensor
@@ -135,16 +135,16 @@ def product(
 ) -> tuple[Tensor, Tensor, int]:
     """y = conv(x, weight); with `mirror`, the gradient to the input from the output's gradient x.
 
-    Also returns the parts: moments of y in parts of so many pixels (the last number), or the sums that `Masked`
-    asks for, and an empty tensor otherwise. A tensor as `end` is added.
+    Also returns partial results: moments of y in parts of so many pixels (the last number), or the sums of `Masked`,
+    and an empty tensor otherwise. A tensor as `end` is added.
     """
     k = _kernels()
     if x.shape[1] >= 16:
         x = x.contiguous(memory_format=LAST)
-    found = steps(weight)
+    found = weight_strides(weight)
     if found is None:
         weight = weight.contiguous()
-        found = steps(weight)
+        found = weight_strides(weight)
     assert found is not None
     out, into, tap = found
     batch, n_in, height, width = x.shape
@@ -159,7 +159,7 @@ def product(
     pixels = batch * height * width
     count = -(-pixels // cut.pixels)
     mode, other, relu = k.PLAIN, None, False
-    mean = spread = gamma = beta = weight  # read only where the mode asks for them
+    mean = spread = gamma = beta = weight  # placeholders, read only in the modes that use them
     eps = 0.0
     parts = torch.empty((count, 2, n_out) if moments or isinstance(end, Masked) else 0, device=x.device)
     if moments:
@@ -189,16 +189,16 @@ def product(
 
 
 def to_weight(x: Tensor, grad: Tensor, weight: Tensor, *, stride: int = 1, sums: Sums | None = None) -> Tensor:
-    """The gradient to the weights, in their layout and format; only their layout and format are read."""
+    """The gradient to the weights, in their layout and dtype; their values are not read."""
     k = _kernels()
     if x.shape[1] >= 16:
         x = x.contiguous(memory_format=LAST)
     grad = grad.contiguous(memory_format=LAST)
     total = torch.empty_like(weight, dtype=torch.float32)
-    found = steps(total)
+    found = weight_strides(total)
     if found is None:
         total = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-        found = steps(total)
+        found = weight_strides(total)
     assert found is not None
     out, into, tap = found
     n_in = x.shape[1]
@@ -223,7 +223,7 @@ def to_weight(x: Tensor, grad: Tensor, weight: Tensor, *, stride: int = 1, sums:
 
 
 def _add_up(parts: Tensor, total: Tensor) -> None:
-    """The sum of the parts, in a fixed order; as many programs as there are about multiprocessors."""
+    """The sum of the parts in a fixed order, with about one program per multiprocessor."""
     count, size = len(parts), total.numel()
     block = min(256, max(8, 1 << (math.ceil(size / 144) - 1).bit_length()))
     with _on(parts):
@@ -243,12 +243,12 @@ def _grid(z: Tensor) -> tuple[int, int, int]:
     return pixels, channels, -(-pixels // _rows(channels))
 
 
-def settle(parts: Tensor, rows: int, z: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-    """Mean and 1 / deviation of z from the moments of its parts; moves the running statistics of `norm` along."""
+def merge_moments(parts: Tensor, rows: int, z: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+    """Mean and 1 / deviation of z from the moments of its parts; updates the running statistics of `norm`."""
     pixels, channels, _ = _grid(z)
     moments = torch.empty(2, channels, device=z.device)
     with _on(z):
-        _kernels().settle[(channels // 8,)](
+        _kernels().merge_moments[(channels // 8,)](
             parts, moments, norm.running_mean, norm.running_var, pixels, norm.momentum, norm.eps,
             COUNT=len(parts), C=channels, ROWS=rows, BLOCK_C=8, BLOCK_S=256, num_warps=8,
         )  # fmt: skip
@@ -270,7 +270,7 @@ def normalize(z: Tensor, moments: Tensor, norm: nn.BatchNorm2d, other: Tensor | 
 
 
 def sum_back(grad: Tensor, y: Tensor | None, z: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient that relu let pass (y None: no ReLU), and its sums for the normalization of z."""
+    """The gradient after the ReLU (y None: no ReLU), and its sums for the normalization of z."""
     pixels, channels, programs = _grid(z)
     grad = grad.contiguous(memory_format=LAST)
     passed = grad if y is None else torch.empty_like(grad)

@@ -1,19 +1,20 @@
-"""Experiments on finished runs and on models of your own: lines and planes through states, oracle gap, curvature."""
+"""Experiments on finished runs and on your own models: paths, planes, curvature and the gap to the oracle."""
 
+from incvec.study.geometry.evaluation import EvaluationOptions, Scores, StateEvaluator
 from incvec.study.geometry.paths import barrier, path, positions
 from incvec.study.geometry.planes import Plane, plane
-from incvec.study.geometry.points import Points, Scores
-from incvec.study.geometry.snapshots import Rebuilt, snapshot_model, task_accuracy
+from incvec.study.geometry.snapshots import Snapshot, load_snapshot, task_accuracy
 
 __all__ = [
+    "EvaluationOptions",
     "Plane",
-    "Points",
-    "Rebuilt",
     "Scores",
+    "Snapshot",
+    "StateEvaluator",
     "barrier",
+    "load_snapshot",
     "path",
     "plane",
     "positions",
-    "snapshot_model",
     "task_accuracy",
 ]

@@ -1,132 +1,183 @@
 """Straight lines between two states of a network, theta(x) = (1 - x) theta_a + x theta_b.
 
-Two solutions are linearly connected where nothing is lost between them. `path` walks the line for any model
-of yours, and `barrier` says how much is lost on the way.
+`path` evaluates any model along the line, and `barrier` measures what is lost on the way. `run_paths` does it for
+snapshots of runs, from the model after task i to that after task t:
+
+    theta(x) = theta_i + x (theta_t - theta_i),    lambda = x |theta_t - theta_i|
+
+The path starts at the oracle's theta_i if an oracle is given, as in the paper, otherwise at the run's own. The rows of
+classes that theta_i does not know have their initial values in the run (drawn from its seed, before imprinting).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from incvec.data import Dataset
+from incvec.errors import ConfigError
+from incvec.study.geometry.evaluation import EvaluationOptions, Progress, Scores, StateEvaluator
+from incvec.study.geometry.snapshots import check_runs, describe_run, last_task, load_snapshot
+from incvec.study.geometry.states import State, distance, interpolate, matching_copy, preserved
 
 Value = TypeVar("Value")
-State = Mapping[str, Tensor]
 
 
 def positions(points: int = 51) -> list[float]:
-    """x at each point of a path: evenly spaced, 0 and 1 included."""
+    """x at each point of a path: evenly spaced from 0 to 1."""
     if points < 2:
-        raise ValueError(f"a path has its two ends at least; {points} point(s) were asked for")
+        raise ValueError(f"a path needs at least 2 points, its two ends; given {points}")
     return [step / (points - 1) for step in range(points)]
 
 
 def path(
     model: nn.Module, state_a: State, state_b: State, evaluate: Callable[[nn.Module], Value], points: int = 51
 ) -> list[Value]:
-    """What `evaluate(model)` says at `points` states on the straight line from `state_a` to `state_b`.
+    """Evaluate a model at `points` states on the straight line from `state_a` to `state_b`.
 
-    The states are state dicts of `model` (its own live one will do: they are copied first). Every floating
-    tensor is interpolated, BatchNorm's running statistics included; integer buffers are those of the nearer
-    end. The ends are the given states bit for bit. `evaluate` may return a number, a mapping, anything, and
-    may put the model into `eval()`: weights, buffers and modes are afterwards as they were before.
+    Every floating-point tensor is interpolated, BatchNorm statistics included; integer buffers are those of the nearer
+    end. The ends are the given states bit for bit. Weights, buffers and modes of the model are restored afterwards.
 
+    Args:
+        model: the network to evaluate.
+        state_a: a state dict of the model, also its current one: it is copied first.
+        state_b: the state dict at the other end.
+        evaluate: returns a number, a mapping, anything; it may call `model.eval()`.
+        points: evenly spaced, both ends included.
+
+    Example:
         before = copy.deepcopy(model.state_dict())
         train(model)
         curve = path(model, before, model.state_dict(), test_accuracy)
-        lost = barrier(curve)
+        height = barrier(curve)
     """
-    live = tensors_of(model.state_dict())
-    a, b = fitted(state_a, live, "state_a"), fitted(state_b, live, "state_b")
-    found = []
-    with kept(model, live), torch.no_grad():
+    values = []
+    with preserved(model) as live, torch.no_grad():
+        a, b = matching_copy(state_a, live, "state_a"), matching_copy(state_b, live, "state_b")
         for x in positions(points):
             for name, tensor in live.items():
-                tensor.copy_(between(a[name], b[name], x))
-            found.append(evaluate(model))
-    return found
+                tensor.copy_(interpolate(a[name], b[name], x))
+            values.append(evaluate(model))
+    return values
 
 
 def barrier(curve: Sequence[float], falls: bool = True) -> float:
-    """How far a path bends away from the straight line between its ends, at its worst; never below 0.
+    """The largest deviation of a curve from the straight line between its ends, in the bad direction; at least 0.
 
-        max over x of  (1 - x) y(0) + x y(1) - y(x)       for an accuracy, where `falls` is bad
+        max over x of  (1 - x) y(0) + x y(1) - y(x)       for an accuracy (`falls`)
         max over x of  y(x) - (1 - x) y(0) - x y(1)       for a loss
 
-    The points of `curve` are evenly spaced, as those of `path` are.
+    The points of `curve` are evenly spaced, as those of `path`.
     """
     sign = 1 if falls else -1
     rows = zip(positions(len(curve)), curve, strict=True)
     return max([0.0, *(sign * ((1 - x) * curve[0] + x * curve[-1] - y) for x, y in rows)])
 
 
-def between(a: Tensor, b: Tensor, x: float) -> Tensor:
-    """(1 - x) a + x b, exactly a at 0 and b at 1; of integers the nearer one."""
-    if a.is_floating_point() and 0 < x < 1:
-        return torch.lerp(a, b, x)
-    return a if x < 0.5 else b
+def linear_fit(x: Sequence[float], y: Sequence[float]) -> dict[str, float | None]:
+    """Least squares of y on x: slope, intercept and r squared."""
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    xx = sum((v - mean_x) ** 2 for v in x)
+    yy = sum((v - mean_y) ** 2 for v in y)
+    xy = sum((v - mean_x) * (w - mean_y) for v, w in zip(x, y, strict=True))
+    if xx == 0:
+        return {"slope": None, "intercept": None, "r2": None}
+    slope = xy / xx
+    return {"slope": slope, "intercept": mean_y - slope * mean_x, "r2": xy * xy / (xx * yy) if yy > 0 else None}
 
 
-def blend(corners: Sequence[Tensor], weights: Sequence[float] | Tensor, bounded: bool) -> Tensor:
-    """sum_k w_k corner_k; where `bounded`, never outside of the corners' range (a variance must not become
-    negative); of integers those of the corner that weighs most.
-
-    No weight is read by the host, so that a step with weights in a tensor can be captured.
-    """
-    first = corners[0]
-    floating = first.is_floating_point()
-    w = torch.as_tensor(weights, dtype=first.dtype if floating else torch.float32, device=first.device)
-    if not floating:
-        return torch.stack(list(corners)).index_select(0, w.argmax()[None])[0]
-    total = w[0] * first
-    for weight, corner in zip(w[1:], corners[1:], strict=True):
-        total = total + weight * corner
-    if not bounded:
-        return total
-    given = torch.stack(list(corners))
-    return torch.where(w.min() < 0, total.clamp(given.amin(0), given.amax(0)), total)
-
-
-def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A state dict without whatever else modules put there (`get_extra_state`)."""
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def fitted(state: State, live: State, title: str) -> dict[str, Tensor]:
-    """A copy of the state on the model's devices, once its names and shapes are known to fit."""
-    given = tensors_of(state)
-    missing, strange = [n for n in live if n not in given], [n for n in given if n not in live]
-    if missing or strange:
-        raise ValueError(
-            f"{title} does not belong to this model: it lacks {some(missing)} and has {some(strange)} besides. "
-            "Where a head has grown in between, grow the older model first, then take its state."
-        )
-    for name, tensor in live.items():
-        if given[name].shape != tensor.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(given[name].shape)} in {title}, {tuple(tensor.shape)} in the model: "
-                "both ends need the model's own shapes"
-            )
-    return {name: given[name].detach().to(tensor, copy=True) for name, tensor in live.items()}
+def run_paths(
+    runs: Sequence[Path],
+    oracle: Path | None,
+    dataset: Dataset,
+    task_from: int,
+    task_to: int | None,
+    options: EvaluationOptions,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """The data of the path figure: one curve per run, that of the oracle last. Tasks are counted from 0."""
+    start = oracle if options.start == "oracle" else None
+    everyone = check_runs(runs, oracle, one_seed=start is not None)
+    last = last_task(everyone[0]) if task_to is None else task_to
+    if not 0 <= task_from < last:
+        raise ConfigError(f"there is no path from task {task_from + 1} to task {last + 1}: use a later end.")
+    started = time.monotonic()
+    curves = [
+        {**description, **run_path(run, start or run, dataset, task_from, last, options, progress, description["name"])}
+        for run, description in zip(everyone, distinct_names(everyone), strict=True)
+    ]
+    return {
+        "kind": "path",
+        "dataset": dataset.name,
+        "task_from": task_from,
+        "task_to": last,
+        "start": "own" if start is None else "oracle",
+        **options.metadata(),
+        "seconds": round(time.monotonic() - started, 2),
+        "curves": curves,
+    }
 
 
-def some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "nothing"
+def distinct_names(runs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Descriptions of the runs, named with their seeds if these differ, with their folders if names repeat."""
+    described = [describe_run(run) for run in runs]
+    if len({each["seed"] for each in described}) > 1:
+        described = [{**each, "name": f"{each['name']}, seed {each['seed']}"} for each in described]
+    names = [each["name"] for each in described]
+    repeated = {name for name in names if names.count(name) > 1}
+    return [{**e, "name": f"{e['name']} ({e['run']})"} if e["name"] in repeated else e for e in described]
 
 
-@contextmanager
-def kept(model: nn.Module, live: State) -> Iterator[None]:
-    """Put every tensor and every module's mode back at the end, whatever happens in between."""
-    saved = {name: tensor.detach().clone() for name, tensor in live.items()}
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
-        for module, training in modes:
-            module.training = training
+def run_path(
+    run: Path,
+    start: Path,
+    dataset: Dataset,
+    task_from: int,
+    task_to: int,
+    options: EvaluationOptions,
+    progress: Progress | None,
+    name: str,
+) -> dict[str, Any]:
+    """The curve of one run: x, lambda, and accuracy and loss by task and over old (up to i) and new tasks."""
+    end = load_snapshot(run, task_to, dataset, device=options.device)
+    first = load_snapshot(start, task_from, dataset, grow_to=task_to, device=options.device)
+    a, b = first.state(), end.state()
+    names = [name for name, _ in end.model.named_parameters()]
+    shared = [name for name in names if f"model.{name}" in first.saved["method"]]
+    evaluator = StateEvaluator(end, options.images, backend=options.backend, batchnorm=options.batchnorm)
+    xs = positions(options.points)
+    scores = evaluator.evaluate([a, b], [(1 - x, x) for x in xs], progress and partial(progress, name))
+    length = distance(a, b, names)
+    return {
+        "start_run": start.name,
+        **evaluator.metadata(),
+        "x": xs,
+        "length": length,
+        "length_of_shared": distance(a, b, shared),
+        "distance": [x * length for x in xs],
+        **curves_by_group(scores, evaluator.sizes, task_from),
+    }
+
+
+def curves_by_group(scores: Scores, sizes: Sequence[int], task_from: int) -> dict[str, Any]:
+    """Accuracy, loss and barriers by task, over the tasks up to `task_from` (`old`) and over later ones (`new`)."""
+    tasks = range(len(sizes))
+    old = scores.pooled(sizes, tasks[: task_from + 1])
+    new = scores.pooled(sizes, tasks[task_from + 1 :])
+    found: dict[str, Any] = {"barrier": {}}
+    for place, metric in enumerate(("accuracy", "loss")):
+        falls = metric == "accuracy"
+        by_task = [list(column) for column in zip(*scores[place], strict=True)]
+        found[metric] = {"tasks": by_task, "old": old[place], "new": new[place]}
+        found["barrier"][metric] = {
+            "tasks": [barrier(curve, falls) for curve in by_task],
+            "old": barrier(old[place], falls),
+            "new": barrier(new[place], falls),
+        }
+    return {**found, "fit": linear_fit(found["accuracy"]["old"], found["accuracy"]["new"])}

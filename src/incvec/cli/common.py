@@ -1,0 +1,44 @@
+"""What several commands share: plain lines of text on the terminal, and common options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder with the data set's files.", envvar="INCVEC_DATA", show_default=False, rich_help_panel="Data"
+    ),
+]
+PluginFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE",
+        help="Python file that registers methods, add-ons or data sets. Repeat for several files.",
+        show_default=False,
+    ),
+]
+
+
+def load_plugins(files: Iterable[Path] | None) -> None:
+    """Import the files given with --plugin, so that the names they register are known."""
+    from incvec.registry import load_plugin
+
+    for file in files or ():
+        load_plugin(file)
+
+
+def say(text: str, *, style: str = "", console: Console | None = None) -> None:
+    """Print text verbatim: brackets are not markup, numbers are not highlighted, long lines are not wrapped."""
+    (console or Console()).print(text, style=style, soft_wrap=True, highlight=False, markup=False)
+
+
+def say_error(text: str) -> None:
+    """Print one error message on stderr."""
+    say(f"error: {text}", style="red", console=Console(stderr=True))

@@ -1,0 +1,146 @@
+"""The version of the code that a base task's weights depend on: part of the key of shared bases.
+
+It is a hash of the syntax trees of the files in `BASE_FILES` and of the method's own files, without comments and
+docstrings. Rewording those does not retrain a base; changing a constant does. A test holds that every file of this
+package that is imported while a base is trained is in one of the two lists below.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import incvec
+from incvec.contracts import Method
+from incvec.methods import find_method
+
+PACKAGE = Path(incvec.__file__).parent
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+# Files that determine the base task's weights, relative to the package.
+BASE_FILES = (
+    "contracts.py",
+    "fused.py",
+    "data/gaussians.py",
+    "data/memory.py",
+    "data/prompts.py",
+    "data/select.py",
+    "data/source.py",
+    "data/store/stream.py",
+    "data/stream.py",
+    "data/views.py",
+    "nets/backbones.py",
+    "nets/batchnorm.py",
+    "nets/clip.py",
+    "nets/dual.py",
+    "nets/heads.py",
+    "nets/lite.py",
+    "nets/model.py",
+    "nets/resnet.py",
+    "nets/kernels/__init__.py",
+    "nets/kernels/blocks.py",
+    "nets/kernels/conv.py",
+    "nets/kernels/launch.py",
+    "ivt/fisher.py",
+    "ivt/names.py",
+    "engine/build.py",
+    "engine/capture.py",
+    "engine/distributed.py",
+    "engine/loop.py",
+    "engine/optimizer.py",
+    "engine/seeds.py",
+    "engine/stage.py",
+    "engine/state.py",
+    "engine/task.py",
+)
+
+# Files that are imported along with them, but do not: the resolved settings, the images (by their fingerprint) and how
+# they are viewed are part of the key themselves. The others read, write, count or display.
+OTHER_FILES = (
+    "__init__.py",
+    "__main__.py",
+    "atomic_files.py",
+    "config.py",
+    "errors.py",
+    "metrics.py",
+    "records.py",
+    "registry.py",
+    "addons/",
+    "presets/",
+    "methods/",  # the method's own files are found by `method_files`
+    "ivt/__init__.py",
+    "ivt/plugin.py",
+    "ivt/state.py",
+    "ivt/transform.py",
+    "nets/__init__.py",
+    "data/__init__.py",
+    "data/aircraft.py",
+    "data/cifar.py",
+    "data/class_lists.py",
+    "data/dataset.py",
+    "data/datasets.py",
+    "data/decode.py",
+    "data/digits.py",
+    "data/folder.py",
+    "data/imagenet.py",
+    "data/layouts.py",
+    "data/prepare.py",
+    "data/resize.py",
+    "data/store/__init__.py",
+    "data/store/mapped.py",
+    "data/store/open.py",
+    "engine/__init__.py",
+    "engine/checkpoint.py",
+    "engine/code_version.py",
+    "engine/device_errors.py",
+    "engine/estimate.py",
+    "engine/evaluate.py",
+    "engine/events.py",
+    "engine/losses.py",
+    "engine/record.py",
+    "engine/run.py",
+    "engine/shared_bases.py",
+    "engine/threads.py",
+)
+
+
+@cache
+def code_version(method: str) -> str:
+    """A hash of the code that the method's base task depends on."""
+    files = [PACKAGE / name for name in BASE_FILES] + method_files(find_method(method))
+    return hash_files(sorted(set(files)))
+
+
+def method_files(method: type[Method]) -> list[Path]:
+    """The files of the method's class, of its base classes, and of modules beside them that these import from."""
+    names: set[str] = set()
+    for cls in method.__mro__[: method.__mro__.index(Method)]:
+        names.add(cls.__module__)
+        siblings = cls.__module__.rpartition(".")[0] + "."
+        imported = [getattr(value, "__module__", None) for value in vars(sys.modules[cls.__module__]).values()]
+        names |= {
+            name for name in imported if isinstance(name, str) and len(siblings) > 1 and name.startswith(siblings)
+        }
+    files = [getattr(sys.modules[name], "__file__", None) for name in names if name in sys.modules]
+    return [Path(file) for file in files if file is not None]
+
+
+def hash_files(files: Sequence[Path]) -> str:
+    total = hashlib.blake2b(digest_size=12)
+    for file in files:
+        total.update(f"{file.name}\n{syntax_tree(file)}\n".encode())
+    return total.hexdigest()
+
+
+@cache
+def syntax_tree(file: Path) -> str:
+    """The file's code without comments, docstrings and layout."""
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)

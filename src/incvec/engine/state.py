@@ -1,0 +1,106 @@
+"""The state of a run: everything that a checkpoint saves, shared by run.py, task.py and stage.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from incvec.config import RunConfig
+from incvec.contracts import AddOn, Stage, Task, no_probe
+from incvec.data import Dataset
+from incvec.engine import checkpoint as checkpoints
+from incvec.engine import events as ev
+from incvec.engine.build import RunParts
+from incvec.engine.checkpoint import Position, Saver
+from incvec.engine.distributed import Distributed
+from incvec.engine.estimate import Estimate
+from incvec.engine.loop import StageLoop
+from incvec.engine.record import Progress
+from incvec.engine.seeds import derive
+
+
+class RunState:
+    """The method and add-ons of a run, the position in it and the results so far."""
+
+    def __init__(
+        self, config: RunConfig, dataset: Dataset, parts: RunParts, distributed: Distributed, saver: Saver
+    ) -> None:
+        self.config, self.dataset, self.parts, self.distributed, self.saver = config, dataset, parts, distributed, saver
+        self.position = Position()
+        self.progress = Progress()
+        self.loop: StageLoop | None = None  # of the stage in training
+        self.estimate = Estimate(parts.tasks, parts.plan, len(parts.world.train.labels) / len(parts.order))
+        self.failed_captures: set[tuple[str, str]] = set()  # (stage name, mode), not attempted again
+        self.encoded_test_images: list[Tensor] = []  # of a method with a frozen encoder
+        self._started = time.monotonic()
+
+    def listeners(self, task: Task, stage: Stage | None = None) -> Sequence[AddOn]:
+        """The add-ons whose hooks are called: all, except in the base task's own stages, which all runs share."""
+        return [] if task.index == 0 and (stage is None or stage.owner is None) else self.parts.addons
+
+    def reseed(self, *purpose: object) -> None:
+        """Seed the generator that hooks and losses draw from."""
+        self.parts.world.generator.manual_seed(derive(self.config.seed, *purpose))
+
+    def synchronize(self, **tensors: Tensor) -> None:
+        """Broadcast rank 0's weights after a hook: on other devices the last bit may differ."""
+        if self.distributed.world_size > 1:
+            method = self.parts.method
+            self.distributed.broadcast({**method.state_dict(keep_vars=False), **method.store, **tensors})
+
+    def make_loop(self, task: Task, stage: Stage, rows: Tensor) -> StageLoop:
+        parts = self.parts
+        collect_fisher = task.index == 0 and stage.role == "main"
+        listeners = self.listeners(task, stage)
+        return StageLoop(parts.method, listeners, parts.world, stage, rows, self.distributed, collect_fisher)
+
+    def drop_loop(self) -> None:
+        """Release the loop, with its captured graph and its optimizer state."""
+        self.parts.world.probe = no_probe
+        self.loop = None
+
+    # Saving and loading ---------------------------------------------------------------------------------
+
+    def tensors(self, addons: bool = True) -> dict[str, Tensor]:
+        return checkpoints.live_tensors(self.parts, self.loop, addons)
+
+    def meta(self, kind: str, position: Position | None = None) -> dict[str, Any]:
+        progress = dict(vars(self.progress), seconds=self.seconds())
+        return checkpoints.describe(kind, position or self.position, self.config, self.dataset, self.parts, progress)
+
+    def load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
+        """Continue from a checkpoint, a shared base (`addons=False`) or a snapshot."""
+        self.drop_loop()
+        namespaces = checkpoints.restore(self.parts, tensors, meta, self.config.seed, addons)
+        device = self.parts.world.device
+        if "fisher" in namespaces:
+            self.parts.world.base_fisher = {n: t.to(device, copy=True) for n, t in namespaces["fisher"].items()}
+        self.position = Position(*meta["position"])
+        self.progress = Progress(**meta["progress"])
+        self._started = time.monotonic()
+        if "loop" in namespaces:
+            task = self.parts.tasks[self.position.task]
+            stage = self.parts.plan(task)[self.position.stage]
+            self.loop = self.make_loop(task, stage, namespaces["loop"]["rows"].to(device))
+            self.loop.load_state(namespaces["loop"])
+
+    def save_due(self) -> bool:
+        return self.distributed.is_main and self.saver.due()
+
+    def save(self) -> ev.Saved:
+        if not self.distributed.is_main:
+            return ev.Saved(str(self.saver.path), 0.0)
+        return self.saver.save(self.tensors(), self.meta("checkpoint"))
+
+    def last_checkpoint(self) -> str:
+        """For error messages: what can be resumed from."""
+        self.saver.wait()
+        path = self.saver.path
+        return f"the last good checkpoint is {path}" if path.exists() else "nothing had been saved yet"
+
+    def seconds(self) -> float:
+        """The run's duration so far, including earlier processes."""
+        return round(self.progress.seconds + time.monotonic() - self._started, 3)

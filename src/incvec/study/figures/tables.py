@@ -1,0 +1,81 @@
+"""The main numbers of each figure as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from incvec.study.figures.plane import describe_starts
+from incvec.study.tables import MISSING, Column, Table, make_row, number
+
+Data = Mapping[str, Any]
+
+
+def path_table(data: Data, title: str = "", name: str = "") -> Table:
+    """Length of every path, accuracy on the old tasks at its ends and lowest point, and barriers."""
+    first, last = data["task_from"] + 1, data["task_to"] + 1
+    rows = []
+    for curve in data["curves"]:
+        old, barrier = curve["accuracy"]["old"], curve["barrier"]
+        values = [curve["length"], old[0], min(old), old[-1], barrier["accuracy"]["old"]]
+        loss_barrier, new_end = number(barrier["loss"]["old"], ".3f"), number(curve["accuracy"]["new"][-1])
+        rows.append([curve["name"], *map(number, values), loss_barrier, new_end])
+    labels = ("length", "start", "lowest", "end", "barrier", "loss\nbarrier", "new tasks,\nend")
+    note = (
+        f"Straight lines from the model after task {first} to that after task {last}; accuracy on the tasks up to "
+        f"{first} in percent. Barrier: the largest drop below the straight line between the ends. BatchNorm statistics "
+        f"{data.get('batchnorm', 'interpolate')}d."
+    )
+    title = title or f"From task {first} to task {last}: accuracy on the old tasks"
+    return Table(["run", *map(Column, labels)], rows, title, note, name)
+
+
+def tradeoff_table(data: Data) -> Table:
+    rows = []
+    for panel in data["panels"]:
+        for curve in panel["curves"]:
+            tasks = f"{panel['task_from'] + 1} to {panel['task_to'] + 1}"
+            values = [number(curve["accuracy"][group][-1]) for group in ("old", "new")]
+            rows.append([curve["name"], tasks, *values, *(number(curve["fit"][key], ".3f") for key in ("slope", "r2"))])
+    title = "Linear fit of the accuracy on new classes to that on old ones"
+    return Table(["run", "tasks", *map(Column, ("old, end", "new, end", "slope", "r²"))], rows, title)
+
+
+def plane_table(data: Data) -> Table:
+    rows = []
+    for mark in data["marks"]:
+        name = f"start, after task {data['task']}" if mark["role"] == "origin" else mark["name"]
+        keys = ("loss", "accuracy", "to_origin", "to_oracle")
+        rows.append([name, *(number(mark.get(key)) for key in keys)])
+    labels = ("loss", "accuracy", "from the start", "from the oracle")
+    return Table(["model", *map(Column, labels)], rows, note=describe_starts(data))
+
+
+def gap_table(data: Data) -> Table:
+    rows = []
+    for run in data["runs"]:
+        deviation = "" if run["LA"]["std"] is None else f" ± {run['LA']['std']:.2f}"
+        closed = MISSING if run["gap_closed"] is None else f"{100 * run['gap_closed']:.0f} %"
+        rows.append([run["name"], str(len(run["seeds"])), f"{run['LA']['mean']:.2f}{deviation}", closed])
+    return Table(["run", *map(Column, ("seeds", "LA", "gap closed"))], rows)
+
+
+def curvature_table(data: Data) -> Table:
+    rows = []
+    for task in data["tasks"]:
+        total, per_sample = task["parts"]["all"], task["predicted_per_sample"]
+        values = [total["fisher_ratio"], task["predicted"][-1], per_sample and per_sample[-1], task["measured"][-1]]
+        ratio, *losses = (number(value, ".3g") for value in values)
+        cells = [ratio, number(total["scale"], ".3f"), number(task["length"]), *losses]
+        rows.append(make_row(str(task["task"] + 1), *cells))
+    labels = ("F / past", "mean S", "distance", "½ d'Fd", "½ d'(B F)d", "measured")
+    return Table(["task", *map(Column, labels)], rows)
+
+
+TABLES = {
+    "path": path_table,
+    "tradeoff": tradeoff_table,
+    "plane": plane_table,
+    "gap": gap_table,
+    "curvature": curvature_table,
+}

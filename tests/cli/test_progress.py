@@ -1,0 +1,94 @@
+"""Displays of a run, fed with events."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from incvec.cli.progress import LiveDisplay, LogDisplay, follow
+from incvec.engine import events as ev
+
+
+def run_events() -> Iterator[ev.Event]:
+    yield ev.Started("podnet", 2, "eager", "cpu", "task 1, stage 1, epoch 3")
+    yield ev.StageStarted(0, "main", 100, 3, 576, 9)
+    for epoch in range(4, 101):
+        yield ev.Tick()
+        yield ev.EpochEnded(0, "main", epoch, 100, {"nca": 1.0, "flat": 0.25}, epoch / 200, 65.0)
+    yield ev.Tick(waiting=True)
+    yield ev.Notice("[bold]a notice[/bold]")
+    yield ev.TaskEnded(0, 91.234, [91.234])
+    yield ev.Finished({"answer": 42}, "record.json")
+
+
+def test_log_has_one_line_per_stage_and_task() -> None:
+    text = io.StringIO()
+    assert follow(run_events(), Console(file=text, width=40)) == {"answer": 42}
+    lines = text.getvalue().splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    assert [line[9:] for line in lines] == [
+        "podnet: 2 tasks, eager engine on cpu, resuming from task 1, stage 1, epoch 3",
+        "task 1/2 main: 576 images, 100 epochs of 9 steps, 3 of them done",
+        "[bold]a notice[/bold]",
+        "task 1/2 finished: accuracy 91.23 % on all classes seen (by task: 91.2)",
+        "record written to record.json",
+    ]
+
+
+def test_log_prints_epochs_after_an_interval() -> None:
+    text = io.StringIO()
+    display = LogDisplay(Console(file=text, width=40), interval=0.0)
+    for event in run_events():
+        display.show(event)
+    lines = [line for line in text.getvalue().splitlines() if "main epoch" in line]
+    assert len(lines) == 97
+    assert lines[-1].endswith("epoch 100/100: loss 1.25 (nca 1, flat 0.25), 50% of the run, 1 min 05 s left")
+
+
+def test_live_display_shows_the_bar_and_keeps_task_results() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=120, force_terminal=True, color_system=None)
+    display = LiveDisplay(console)
+
+    def rendered() -> str:
+        with console.capture() as captured:
+            console.print(display.render())
+        return captured.get()
+
+    for event in run_events():
+        display.show(event)
+        if isinstance(event, ev.EpochEnded) and event.epoch == 50:
+            shown = rendered()
+            for part in (
+                "podnet",
+                " 25%",
+                "1 min 05 s left",
+                "task 1/2 main",
+                "epoch 50/100",
+                "loss 1.25",
+                "flat 0.25",
+            ):
+                assert part in shown
+    assert "accuracy 91.2 %" in rendered()
+    display.close()
+    assert "task 1/2 finished: accuracy 91.23 %" in text.getvalue()
+    assert follow(run_events(), console) == {"answer": 42}
+
+
+def test_interrupted_run_is_closed_at_once() -> None:
+    closed = []
+
+    def events() -> Iterator[ev.Event]:
+        try:
+            yield from run_events()
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        follow(events(), Console(file=io.StringIO()))
+    assert closed == [True]

@@ -1,0 +1,88 @@
+"""TensorBoard event files of a run."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from incvec.cli.tensorboard import TOTAL_STEPS, log_events
+from incvec.data import Dataset
+from incvec.engine import events as ev
+from incvec.errors import ConfigError
+from tests.cli.conftest import invoke, message
+from tests.conftest import make_run, quick
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return {tag: [(e.step, e.value) for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_event_files_have_losses_and_accuracies(few: Dataset, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the optional package tensorboard is not installed")
+    expected = list(make_run(few, tmp_path / "plain", quick("podnet")).events())
+    passed = list(log_events(make_run(few, tmp_path / "run", quick("podnet")).events(), tmp_path / "log"))
+    kinds = [type(event) for event in passed if not isinstance(event, ev.Tick | ev.Saved)]
+    assert kinds == [type(event) for event in expected if not isinstance(event, ev.Tick | ev.Saved)]
+    found = scalars(tmp_path / "log")
+    tasks = [event for event in passed if isinstance(event, ev.TaskEnded)]
+    assert found["accuracy/classes seen"] == [(e.task + 1, pytest.approx(e.accuracy)) for e in tasks]
+    assert found["accuracy/task 1"] == [(e.task + 1, pytest.approx(e.row[0])) for e in tasks]
+    epochs = [event for event in passed if isinstance(event, ev.EpochEnded) and event.stage == "main"]
+    assert found["loss/main/nca"] == [(round(TOTAL_STEPS * e.fraction), pytest.approx(e.terms["nca"])) for e in epochs]
+    steps = [step for step, _ in found["task"]]
+    assert steps == sorted(steps)
+    assert steps[-1] <= TOTAL_STEPS
+
+
+def test_interrupted_run_is_closed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the optional package tensorboard is not installed")
+    closed = []
+
+    def events() -> Iterator[ev.Event]:
+        try:
+            yield ev.TaskEnded(0, 50.0, [50.0])
+            yield ev.TaskEnded(1, 40.0, [40.0, 40.0])
+        finally:
+            closed.append(True)
+
+    logged = log_events(events(), tmp_path)
+    next(logged)
+    logged.close()  # type: ignore[attr-defined]
+    assert closed == [True]
+    assert scalars(tmp_path)["accuracy/classes seen"] == [(1, 50.0)]
+
+
+def test_missing_package_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    original = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "tensorboard":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return original(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match="pip install tensorboard"):
+        log_events(iter(()), tmp_path)
+    result = invoke("run", "--method", "finetune", "--log", "tensorboard", "--out", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "pip install tensorboard" in message(result)
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_with_log_option_writes_event_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the optional package tensorboard is not installed")
+    short = ["--set", "finetune.net=tiny", "--set", "finetune.epochs=1"]
+    result = invoke("run", "--method", "finetune", "--log", "tensorboard", "--out", tmp_path / "run", *short)
+    assert result.exit_code == 0, result.output
+    assert len(scalars(tmp_path / "run" / "tensorboard")["accuracy/classes seen"]) == 4

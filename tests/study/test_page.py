@@ -1,0 +1,348 @@
+"""The report: its tables and its page contain the numbers of the records."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from incvec.cli import main as cli
+from incvec.errors import ConfigError, DataError
+from incvec.records import find_records
+from incvec.study import charts, figures, page_tables, reproduced, style
+from incvec.study.groups import group_runs, make_panels
+from incvec.study.page import Section, chart_data, make_sections, render_html, write_report
+from incvec.study.runs import RunRecord, load_runs
+from incvec.study.study_figures import find_study_figures
+from incvec.study.tables import Table
+from tests.study.samples import path_data, runs_of, sample, study, write
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole report, made by the command."""
+    folder = tmp_path_factory.mktemp("report")
+    names = ("podnet-0", "podnet-1", "podnet+ivt", "podnet-oracle-0", "joint-0", "interval-5")
+    write(folder / "runs", {name: record for name, record in study().items() if name.startswith(names)})
+    (folder / "runs" / "notes.json").write_text('{"what": "not a record"}')
+    result = CliRunner().invoke(cli.app, ["report", str(folder / "runs"), "-o", str(folder / "out")])
+    assert result.exit_code == 0, result.output
+    assert "report.html" in result.output
+    return folder / "out"
+
+
+def test_report_files(report: Path) -> None:
+    names = {str(file.relative_to(report)) for file in report.rglob("*") if file.is_file()}
+    assert {"report.html", "report.md", "REPRODUCED.md", "tables/cifar100-5-paper.tex", "tables/how.tex"} <= names
+    drawn = {name for name in names if name.startswith("figures/")}
+    assert {name.replace(".png", ".pdf") for name in drawn if name.endswith("png")} == {
+        name for name in drawn if name.endswith("pdf")
+    }
+    for name in ("gain-LA", "5-last", "5-podnet-accuracy", "5-podnet-matrix-1", "5-ivt-interval-FM"):
+        assert f"figures/cifar100-{name}.png" in drawn
+    assert all((report / name).stat().st_size > 1000 for name in drawn)
+    linked = set(re.findall(r"\]\((figures/.*?)\)", (report / "report.md").read_text()))
+    assert linked == {name for name in drawn if name.endswith("png")}
+
+
+class Addresses(HTMLParser):
+    """Every address in a page, and the tags left open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "data", "action")]
+        if tag not in ("meta", "input", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_needs_no_other_file(report: Path) -> None:
+    text = (report / "report.html").read_text()
+    parser = Addresses()
+    parser.feed(text)
+    assert parser.open == []
+    assert all(address.startswith("#") for address in parser.addresses)
+    assert not re.search(r"url\((?!#)|@import|%[A-Z]{4,}%", text.replace("url(#${id})", ""))
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    for target in parser.addresses:
+        assert f'id="{target[1:]}"' in text
+
+
+def test_every_latex_row_has_all_columns(report: Path) -> None:
+    for file in (report / "tables").glob("*.tex"):
+        text = file.read_text()
+        (spec,) = re.findall(r"\\begin\{tabular\}\{@\{\}(.+)@\{\}\}", text)
+        spec = re.sub(r">\{.*?\}p\{.*?\}", "p", spec)
+        for line in text.splitlines():
+            if line.endswith(r"\\"):
+                spans = [int(width) for width in re.findall(r"\\multicolumn\{(\d+)\}", line)]
+                count = len(re.findall(r"(?<!\\)&", line)) + 1 + sum(spans) - len(spans)
+                assert count == len(spec), f"{file.name}: {line}"
+
+
+def test_names_in_records_cannot_break_the_page() -> None:
+    record = sample()
+    record["environment"]["device"] = "</script><b>card & co %BODY%"
+    runs = runs_of({"a<b": record})
+    text = render_html(make_sections(runs), runs)
+    assert "</script><b>" not in text
+    assert "card &amp; co %BODY%" in text
+    assert "a&lt;b/record.json" in text
+    (data,) = re.findall(r'id="charts">(.*?)</script>', text)
+    assert json.loads(data)["charts"]
+
+
+def test_names_in_records_cannot_leave_the_folder(tmp_path: Path) -> None:
+    record = sample("podnet", "ivt")
+    record["dataset"] = record["config"]["dataset"] = "cifar100"
+    runs = [RunRecord("a", {**record, "dataset": "../../evil name"}), RunRecord("b", sample())]
+    files = list(write_report(runs, tmp_path / "out" / "report"))
+    assert all(file.resolve().is_relative_to(tmp_path / "out" / "report") for file in files)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in files)
+
+
+def test_colors_have_contrast_on_the_dark_theme() -> None:
+    for color in style.palette():
+        ratio = style.contrast(style.channels(style.dark(color)), style.channels(style.DARK_BACKGROUND))
+        assert ratio >= style.CONTRAST
+    assert style.contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
+    assert style.dark("#FFFFFF") == "#FFFFFF"
+
+
+def tables_of(sections: list[Section]) -> dict[str, Table]:
+    return {table.slug: table for section in sections for table in section.tables}
+
+
+def test_table_of_the_paper() -> None:
+    five = tables_of(make_sections(runs_of({str(s): sample(seed=s) for s in range(3)})))["cifar100-5-paper"]
+    (row,) = [row for row in five.rows if row.cells[0].text == "PODNet"]
+    values = [sample(seed=s)["metrics"]["LA"] for s in range(3)]
+    mean = statistics.mean(values)
+    assert [cell.text for cell in row.cells[5:8]] == [
+        f"{mean:.2f} ± {statistics.stdev(values):.2f} (3)", "54.47", f"{mean - 54.47:+.2f}",
+    ]  # fmt: skip
+    assert row.cells[5].value == pytest.approx(mean)
+    assert not row.dim
+    others = [row for row in five.rows if row.cells[0].text != "PODNet"]
+    assert len(others) == 13
+    assert all(row.dim and row.cells[2].text == "not run" for row in others)
+
+
+def test_ablation_tables() -> None:
+    blocks = {"structure": "kernel", "batchnorm": "recalibrate"}
+    record = sample(podnet={"memory": 5})
+    tables = tables_of(make_sections(runs_of({"a": record, "b": sample("pass", "ivt", ivt=blocks)})))
+    memory, fisher = tables["cifar100-memory"], tables["cifar100-fisher"]
+    value = f"{record['metrics']['AA']:.2f}"
+    assert memory.texts()[0][:5] == ["PODNet", "podnet.memory=5", "5", value, "54.63"]
+    assert memory.texts()[1][3:5] == ["not run", "55.91"]
+    assert [row.dim for row in fisher.rows] == [True, True, False, True, True, True]
+    assert fisher.texts()[2][:2] == ["PASS + IVT", "ivt.structure=kernel"]
+
+
+def pretrained(method: str, *addons: str, **given: Any) -> dict[str, Any]:
+    return {**sample(method, *addons, **given), "class_order": list(range(100))}
+
+
+def test_tables_of_pretrained_models() -> None:
+    clip = {"a": pretrained("flyp"), "b": pretrained("flyp", "ivt", fall=3.0, flyp={"weights": "/a/copy"})}
+    sections = make_sections(runs_of(clip | {"c": pretrained("slca", tasks=10, variant="lite")}))
+    tables = tables_of(sections)
+    assert not [slug for slug in tables if slug.startswith(("cifar100-5-", "cifar100-10-"))]  # nothing from scratch
+    assert not {"cifar100-memory", "cifar100-fisher"} & set(tables)
+    own, lite = tables["cifar100-clip"], tables["cifar100-lite"]
+    assert own.title.startswith("CLIP ViT-B/16: CIFAR-100")
+    rows = {(row[0], row[1]): row[2:] for row in own.texts()}
+    ours = [f"{clip['a']['metrics'][name]:.2f}" for name in ("AA", "LA", "FM")]
+    assert rows["FLYP", "5"][:5] == [ours[0], "77.80", ours[1], "64.64", ours[2]]
+    assert rows["SLCA", "10"][:2] == ["not run", "71.39"]
+    assert rows["RAPF", "5"][-1] == "5.73 (FM)"
+    assert "that is not CLIP" in lite.note
+    assert [len(row.cells) for row in lite.rows] == [len(lite.columns)] * len(lite.rows)
+    (gain,) = tables["cifar100-gains"].texts()
+    assert gain[4:7:2] == ["+9.92", "+15.49"]
+    assert len(gain) == 8  # the paper's FM is another measure
+    (bars,) = [chart for section in sections for chart in section.charts if chart.slug == "cifar100-5-equal-last"]
+    assert isinstance(bars, charts.Bars)
+    assert bars.bars[0].paper == 64.64
+
+
+def test_runs_on_held_out_images_are_in_no_chart() -> None:
+    """The choice of a learning rate has a table of its own; data sets come in the paper's order."""
+    lite = {"a": pretrained("flyp", tasks=10, variant="lite")}
+    lite["b"] = pretrained("flyp", "ivt", tasks=10, variant="lite", fall=3.0)
+    for rate in (1e-3, 1e-5):
+        lite[f"{rate}"] = pretrained("flyp", tasks=10, variant="lite", held_out=10, stop_after=2, flyp={"lr": rate})
+    craft = pretrained("flyp", variant="lite")
+    craft = {**craft, "dataset": "aircraft", "config": {**craft["config"], "dataset": "aircraft"}}
+    sections = make_sections(runs_of({"0": craft, **lite}))
+    order = [section.slug.partition("-")[0] for section in sections]
+    assert order.index("cifar100") < order.index("aircraft")
+    tables = tables_of(sections)
+    assert [row[0] for row in tables["cifar100-rate"].texts()] == ["1e-05", "0.001"]
+    (row,) = tables["cifar100-lite-gains"].texts()
+    added = lite["b"]["metrics"]["AA"] - lite["a"]["metrics"]["AA"]
+    assert row[:4] == ["FLYP", "10", f"{added:+.2f}", "+16.12"]
+    assert len(row) == len(tables["cifar100-lite-gains"].columns)
+    drawn = json.dumps([chart_data(chart) for section in sections for chart in section.charts])
+    assert "held_out" not in drawn
+    assert "variant=lite" not in drawn
+    assert "lite0-minilm, not CLIP" in drawn
+    titles = [section.title for section in sections]
+    assert "CIFAR-100: after the last task" in titles  # no run is comparable with the paper's
+    assert not [title for title in titles if "compared with the paper" in title]
+    assert "held_out" in json.dumps(tables["cifar100-all"].texts())
+
+
+def test_gains_are_paired_and_have_a_standard_error() -> None:
+    records = {f"{s}": sample(seed=s) for s in range(3)}
+    records |= {f"ivt-{s}": sample("podnet", "ivt", seed=s, fall=3.0 + 0.3 * s) for s in range(4)}
+    table = page_tables.gain_table("cifar100", runs_of(records))
+    assert table is not None
+    (row,) = table.texts()
+    gains = {
+        metric: [records[f"ivt-{s}"]["metrics"][metric] - records[f"{s}"]["metrics"][metric] for s in range(3)]
+        for metric in ("AA", "LA")
+    }
+    error = statistics.stdev(gains["AA"]) / 3**0.5
+    assert row[2:5] == ["3", f"{statistics.mean(gains['AA']):+.2f} ± {error:.2f}", "+1.36"]
+    bar = charts.gain_charts("cifar100", runs_of(records))[0].bars[0]
+    assert bar.error == pytest.approx(statistics.stdev(gains["LA"]) / 3**0.5)
+    assert bar.value == pytest.approx(statistics.mean(gains["LA"]))
+    assert page_tables.gain_table("cifar100", runs_of({"0": sample()})) is None
+
+
+def test_oracle_gap() -> None:
+    records = {"a": sample(), "b": sample("podnet", "ivt", fall=3.0), "c": sample(fall=1.0, oracle=True)}
+    table = page_tables.gap_table("cifar100", group_runs(runs_of(records)))
+    assert table is not None
+    (row,) = table.rows
+    plain, with_ivt, oracle = (records[key]["metrics"]["LA"] for key in "abc")
+    assert [cell.text for cell in row.cells[3:6]] == [f"{value:.2f}" for value in (plain, with_ivt, oracle)]
+    assert row.cells[6].value == pytest.approx(100 * (with_ivt - plain) / (oracle - plain))
+    assert page_tables.gap_table("cifar100", group_runs(runs_of({"a": sample()}))) is None
+
+
+def test_how_the_runs_were_made() -> None:
+    record = sample("podnet", "ivt", seed=2, oracle=True, order_seed=7, ivt={"interval": 5}, podnet={"lr": 0.05})
+    (row,) = page_tables.how_table(group_runs(runs_of({"a": record}))).texts()
+    assert row[1].startswith("incvec run --method podnet --addon ivt")
+    assert row[2:] == ["2 (class order 7)", "a card", "graph bf16", "torch 2.11.0 python 3.12", "abc123"]
+
+
+def test_another_class_order_is_not_in_the_papers_table() -> None:
+    runs = runs_of({"a": sample(), "b": sample(fall=9.0, order_seed=7)})
+    table = tables_of(make_sections(runs))["cifar100-5-paper"]
+    (row,) = [row for row in table.texts() if row[0] == "PODNet"]
+    assert row[2] == f"{sample()['metrics']['AA']:.2f}"
+    assert "order_seed=7" in reproduced.render([run.record for run in runs])
+
+
+def test_same_records_give_the_same_files(tmp_path: Path) -> None:
+    runs = runs_of({"a": sample()})
+    chart = charts.accuracy_chart(make_panels(group_runs(runs))[0])
+    first = [file.read_bytes() for file in figures.write_chart(chart, tmp_path)]
+    assert first == [file.read_bytes() for file in figures.write_chart(chart, tmp_path)]
+    assert render_html(make_sections(runs), runs) == render_html(make_sections(runs), runs)
+
+
+def test_output_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file; a report needs a folder"):
+        list(write_report(runs_of({"a": sample()}), tmp_path / "out"))
+
+
+def test_output_folder_with_brackets(tmp_path: Path) -> None:
+    write(tmp_path / "runs", {"a": sample()})
+    result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "runs"), "-o", str(tmp_path / "fig[red]x")])
+    assert "fig[red]x/report.html" in result.output
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["report", str(tmp_path), "-o", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "incvec run" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_committed_records_make_a_report() -> None:
+    results = Path(__file__).parents[2] / "results"
+    if not find_records([results]):
+        pytest.skip("no record is committed")
+    runs = load_runs([results])
+    text = render_html(make_sections(runs), runs)
+    for run in runs:
+        assert f"{run.record['metrics']['LA']:.2f}" in text
+
+
+# Figures of `incvec study` ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny run of digits, a path beside its record, and the report."""
+    folder = tmp_path_factory.mktemp("with-path")
+    short = ["--set", "finetune.net=tiny", "--set", "finetune.epochs=1"]
+    for command in (
+        ["run", "--method", "finetune", "--out", f"{folder}/runs/a", *short],
+        ["study", "path", f"{folder}/runs/a", "--points", "5", "-o", f"{folder}/runs/figures"],
+        ["report", f"{folder}/runs", "-o", f"{folder}/out"],
+    ):
+        result = CliRunner().invoke(cli.app, command)
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_paths_are_shown(with_path: Path) -> None:
+    curve = json.loads((with_path / "runs" / "figures" / "path.json").read_text())["curves"][0]
+    text = (with_path / "out" / "report.html").read_text()
+    assert "data:image/png;base64," in text
+    (data,) = re.findall(r'id="charts">(.*?)</script>', text)
+    (chart,) = [chart for chart in json.loads(data)["charts"] if chart["slug"] == "study-figures-path"]
+    assert chart["lines"][0]["y"] == curve["accuracy"]["old"]
+    assert chart["lines"][0]["x"] == curve["distance"]
+    lines = (with_path / "out" / "report.md").read_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("| finetune |") and f"{curve['length']:.2f}" in line]
+    old = curve["accuracy"]["old"]
+    expected = (old[0], min(old), old[-1], curve["barrier"]["accuracy"]["old"])
+    assert [cell.strip() for cell in row.strip("|").split("|")][2:6] == [f"{value:.2f}" for value in expected]
+    names = {file.name for file in (with_path / "out" / "figures").iterdir()}
+    assert {f"study-figures-path{end}" for end in (".png", ".pdf", "-picture.png", "-picture.pdf")} <= names
+    assert (with_path / "out" / "figures" / "study-figures-path-picture.png").read_bytes() == (
+        with_path / "runs" / "figures" / "path.png"
+    ).read_bytes()
+
+
+def test_figures_of_the_same_name_get_numbers(tmp_path: Path) -> None:
+    for place in ("one/figures/path", "two/figures/path", "three/figures/path-1", "four/figures/plain"):
+        file = tmp_path / f"{place}.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(path_data()))
+    numbered = find_study_figures([tmp_path])
+    assert [figure.slug for figure in numbered] == [
+        "study-figures-plain", "study-figures-path-2", "study-figures-path-1", "study-figures-path-3",
+    ]  # fmt: skip
+    assert len({figure.title for figure in numbered}) == 4
+    runs = runs_of({"a": sample()})
+    ids = re.findall(r' id="(.*?)"', render_html(make_sections(runs, numbered), runs))
+    assert len(set(ids)) == len(ids)
+
+
+def test_damaged_path_is_rejected(tmp_path: Path) -> None:
+    data = path_data()
+    del data["curves"][0]["accuracy"]
+    (tmp_path / "path.json").write_text(json.dumps(data))
+    with pytest.raises(DataError, match="incvec study path"):
+        make_sections(runs_of({"a": sample()}), find_study_figures([tmp_path]))
