@@ -27,8 +27,8 @@ from tests.conftest import make_run, quick, weights
 )
 def test_ablation_sweeps(name: str, section: str, key: str, values: list[object]) -> None:
     configs = [config for _, config in plan(name, [])]
-    found = [config.sections[section][key] for config in configs if section in config.sections]
-    assert sorted(set(found), key=str) == sorted(values, key=str)
+    settings = [config.sections[section][key] for config in configs if section in config.sections]
+    assert sorted(set(settings), key=str) == sorted(values, key=str)
     assert {config.dataset for config in configs} == {"cifar100"}
 
 
