@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from incvec.atomic_files import read_tensors
-from incvec.config import RunConfig, upgrade_settings
+from incvec.config import RunConfig
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.data.source import inference_batch_size
@@ -139,7 +139,7 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
     tensors, metadata = read_tensors(file, repair)
     if metadata.get("kind") != "snapshot":
         raise CheckpointError(f"{file} is a {metadata.get('kind')}, expected the snapshot of a task.")
-    return tensors, {**metadata, "config": upgrade_settings(metadata["config"])}
+    return tensors, metadata
 
 
 def missing_snapshot(run: str | Path, task: int) -> ConfigError | DataError:
