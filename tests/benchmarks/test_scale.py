@@ -144,5 +144,5 @@ def test_packing_reports_every_round(
         packing.main(["--images", "200", "--out", str(out)])
     content = json.loads(out.read_text())
     assert content["rounds"] == 1
-    assert content["images_per_second"].keys() == set(packing.WAYS)
+    assert content["images_per_second"].keys() == set(packing.VARIANTS)
     assert program("imagenet_cost").packing(content)[-1].endswith("decoding alone.")

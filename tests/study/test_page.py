@@ -330,13 +330,13 @@ def test_figures_of_the_same_name_get_numbers(tmp_path: Path) -> None:
         file = tmp_path / f"{place}.json"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(path_data()))
-    found = find_study_figures([tmp_path])
-    assert [figure.slug for figure in found] == [
+    numbered = find_study_figures([tmp_path])
+    assert [figure.slug for figure in numbered] == [
         "study-figures-plain", "study-figures-path-2", "study-figures-path-1", "study-figures-path-3",
     ]  # fmt: skip
-    assert len({figure.title for figure in found}) == 4
+    assert len({figure.title for figure in numbered}) == 4
     runs = runs_of({"a": sample()})
-    ids = re.findall(r' id="(.*?)"', render_html(make_sections(runs, found), runs))
+    ids = re.findall(r' id="(.*?)"', render_html(make_sections(runs, numbered), runs))
     assert len(set(ids)) == len(ids)
 
 

@@ -234,9 +234,9 @@ class PretrainedTable:
 
     def gains(self, records: Records) -> dict[tuple[str, int], list[Comparison]]:
         """IVT's gain by (host, tasks), beside that of CLIP in the paper (whose FM is another measure)."""
-        found = compare_gains(self.dataset, records, cells=self.cells(records))
+        gains = compare_gains(self.dataset, records, cells=self.cells(records))
         keys = [(row, tasks) for tasks in self.tasks for row in self.rows]
-        return {key: found[key] for key in keys if key in found}
+        return {key: gains[key] for key in keys if key in gains}
 
 
 LITE_MODEL = "EfficientNet-Lite0 and MiniLM joined in closed form: a small dual encoder that is not CLIP"
@@ -244,7 +244,7 @@ LITE_AIRCRAFT = ("zeroshot", "flyp", "flyp + ivt", "slca", "slca + ivt")
 
 
 def pretrained_tables() -> list[PretrainedTable]:
-    """The paper's tables of CLIP, then those of the small model that stands in for it."""
+    """The paper's tables of CLIP, then those of the small model used in its place."""
     paper = paper_tables("pretrained")
     clip = [
         PretrainedTable(name, table["title"], 100, (5, 10), tuple(table["rows"]), True) for name, table in paper.items()

@@ -228,7 +228,7 @@ def _changed(record: Record, path: str | None) -> str | None:
 
 
 def runs_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True) -> Table:
-    """Changed settings stand in numbered notes below the table, or beside the runs' names."""
+    """Changed settings are listed in numbered notes below the table, or after the runs' names."""
     notes: dict[str, int] = {}
     made = []
     for row in rows:

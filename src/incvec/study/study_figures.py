@@ -36,7 +36,7 @@ class StudyFigure:
 
     file: Path
     data: Mapping[str, Any] = field(repr=False)
-    number: int = 0  # to tell figures apart whose folder and file have the same names
+    number: int = 0  # distinguishes figures whose folder and file have the same names
 
     @property
     def slug(self) -> str:
