@@ -1,14 +1,14 @@
-"""One complete run from nothing to its record: PODNet + IVT, 5 increments on CIFAR-100, nothing compiled before.
+"""The duration of one complete run with empty caches: PODNet + IVT, 5 increments on CIFAR-100.
 
     python benchmarks/complete_run.py --data-root ~/data --json results/benchmarks/complete-run.json
-    python benchmarks/complete_run.py --small                # digits on a CPU, an epoch a task
+    python benchmarks/complete_run.py --small                # digits on a CPU, one epoch per task
 
-The command line is run in a fresh process with empty caches of its own. With `--out` the run is kept, its base task in
-the folder `bases` beside it, so that what took minutes is of further use. Where the time goes:
+The command line runs in a new process with empty compiler caches. With `--out` the run is kept, with its base task in
+the folder `bases` beside it. The time is divided into:
 
-- startup: until the run has begun (imports, reading and checking the data, building the network);
+- startup: until the run has started (imports, reading and checking the data, building the network);
 - capture: compiling and capturing the steps of all stages;
-- base, increments: training, balanced stages included;
+- base, increments: training, including balanced stages;
 - ends: the rest (imprinting, herding, evaluation, snapshots, checkpoints, the record).
 """
 
@@ -42,13 +42,13 @@ def command_line(given: argparse.Namespace, out: Path) -> list[str]:
 
 
 def run(command: Sequence[str], caches: Path) -> tuple[float, float]:
-    """Seconds until the run had begun, and until the process had ended; what it says is passed on."""
+    """Seconds until the run had started, and until the process had ended. Its output is printed."""
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
-    own = {name: str(caches / name.lower()) for name in names}
+    cache_folders = {name: str(caches / name.lower()) for name in names}
     began = time.monotonic()
     startup = 0.0
-    surroundings = {**os.environ, **own, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen([sys.executable, *command], env=surroundings, stdout=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, **cache_folders, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if not startup and " engine on " in line:
@@ -60,7 +60,7 @@ def run(command: Sequence[str], caches: Path) -> tuple[float, float]:
 
 
 def phases(record: dict[str, Any], startup: float, total: float) -> dict[str, float]:
-    """How the seconds divide, from the record's own account of its stages."""
+    """The seconds of each phase, from the record's stages."""
     stages = record["losses"]
     capture = sum(row["capture_seconds"] for row in stages)
     base = sum(row["seconds"] for row in stages if row["task"] == 0)
@@ -73,22 +73,23 @@ def phases(record: dict[str, Any], startup: float, total: float) -> dict[str, fl
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="digits, on a CPU")
-    parser.add_argument("--data-root", type=Path, default=os.environ.get("INCVEC_DATA"), help="where CIFAR-100 lies")
+    parser.add_argument("--data-root", type=Path, default=os.environ.get("INCVEC_DATA"), help="folder of CIFAR-100")
     parser.add_argument("--tasks", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="keep the run in this new folder")
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="as of `incvec run`")
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="a setting, as in `incvec run`")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     if not given.small and given.data_root is None:
         parser.error("--data-root is needed: the folder with CIFAR-100's files")
     if given.out is not None and (given.out.exists() or (given.out.parent / "bases").exists()):
-        parser.error(f"{given.out} or bases beside it exists, but the run is to begin anew: choose another --out")
+        parser.error(
+            f"{given.out} or bases beside it exists, but the run has to start from scratch: choose another --out"
+        )
     report = Report(given.json, "complete_run.py", arguments)
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        out = given.out or place / "run"
-        startup, total = run(command_line(given, out), place / "caches")
+        out = given.out or Path(folder) / "run"
+        startup, total = run(command_line(given, out), Path(folder) / "caches")
         record = json.loads((out / "record.json").read_text())
     metrics = {name: record["metrics"][name] for name in ("AA", "LA", "FM")}
     stages = [{k: row[k] for k in ("task", "stage", "capture_seconds", "seconds")} for row in record["losses"]]

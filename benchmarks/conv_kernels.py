@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from throughput import random_images
+from measuring import random_images
 from torch import Tensor
 
 from incvec.engine import events as ev

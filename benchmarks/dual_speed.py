@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Report, Row, one_thread, pick_device, turned
+from measuring import Report, Row, one_thread, pick_device, without_ticks
 from torch import Tensor
 
 from incvec.contracts import Input
@@ -77,7 +77,7 @@ def measure(data: Dataset, given: dict[str, Any], device: torch.device) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(resolve(given), data, Path(folder))
-        for event in turned(run.events()):
+        for event in without_ticks(run.events()):
             if isinstance(event, ev.StageStarted) and event.task == 1:
                 images = event.steps * run.config.sections["flyp"]["batch_size"]
             if isinstance(event, ev.EpochEnded) and event.task == 1:

@@ -1,10 +1,10 @@
-"""Whether the fast engine learns as well: captured bf16 against eager float32, the same seeds, a shortened schedule.
+"""Whether the fast engine is as accurate: captured bf16 against eager float32, same seeds, a shortened schedule.
 
     python benchmarks/engine_accuracy.py --data-root ~/data --json results/benchmarks/engine-accuracy.json
     python benchmarks/engine_accuracy.py --small              # digits on a CPU: bf16 against float32, both eager
 
-PODNet on CIFAR-100, 50 base classes, 2 increments of 25; cosine schedules of 16 and 10 epochs. The difference of the
-mean AA is to be within half a point. Eager runs keep one CPU core busy each, so each has a process of its own.
+PODNet on CIFAR-100, 50 base classes, 2 increments of 25; cosine schedules of 16 and 10 epochs. The mean AA should
+differ by at most half a point. An eager run keeps one CPU core busy, so each gets its own process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from incvec.engine.run import Run, finish
 from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.presets import resolve
 
-BAR = 0.5
+BAR = 0.5  # points of AA
 LARGE: dict[str, Any] = {
     "dataset": "cifar100", "base_classes": 50, "tasks": 2,
     "podnet": {"base_epochs": 16, "epochs": 10, "balance_epochs": 3},
@@ -52,8 +52,8 @@ def row_of(record: dict[str, Any]) -> Row:
     }
 
 
-def together(configs: Sequence[RunConfig], data_root: Path | None) -> Iterator[Row]:
-    """All runs at once in this process, as a sweep turns them."""
+def in_one_process(configs: Sequence[RunConfig], data_root: Path | None) -> Iterator[Row]:
+    """All runs at once in this process, as in a sweep."""
     data = load_dataset(configs[0].dataset, data_root)
     with tempfile.TemporaryDirectory() as folder:
         runs = [partial(Run, config, data, Path(folder) / str(number)) for number, config in enumerate(configs)]
@@ -64,22 +64,22 @@ def together(configs: Sequence[RunConfig], data_root: Path | None) -> Iterator[R
                 yield row_of(event.record)
 
 
-def alone(config: RunConfig, data_root: Path | None) -> Row:
+def run_one(config: RunConfig, data_root: Path | None) -> Row:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         return row_of(finish(Run(config, load_dataset(config.dataset, data_root), Path(folder))))
 
 
-def apart(configs: Sequence[RunConfig], data_root: Path | None) -> Iterator[Row]:
-    """Each run in a process of its own: an eager run keeps one core busy."""
+def in_separate_processes(configs: Sequence[RunConfig], data_root: Path | None) -> Iterator[Row]:
+    """Each run in its own process."""
     with ProcessPoolExecutor(len(configs), multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(partial(alone, data_root=data_root), configs)
+        yield from pool.map(partial(run_one, data_root=data_root), configs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="digits, on a CPU")
-    parser.add_argument("--data-root", type=Path, default=os.environ.get("INCVEC_DATA"), help="where CIFAR-100 lies")
+    parser.add_argument("--data-root", type=Path, default=os.environ.get("INCVEC_DATA"), help="folder of CIFAR-100")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -96,10 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         began = time.perf_counter()
         kind = {"method": "podnet", "engine": engine, "precision": precision}
         configs = [resolve({**kind, **given, "seed": seed}) for seed in range(options.seeds)]
-        way = apart if name == "exact" and not options.small else together
+        execute = in_separate_processes if name == "exact" and not options.small else in_one_process
         by_seed: dict[int, float] = {}
         with one_thread(options.small):
-            for row in way(configs, options.data_root):
+            for row in execute(configs, options.data_root):
                 report.add(row)
                 by_seed[row["seed"]] = row["metrics"]["AA"]
         means[name] = [by_seed[seed] for seed in sorted(by_seed)]

@@ -1,13 +1,13 @@
-"""What IVT costs on the CPU, as a share of an epoch's time. Target: under 3 %.
+"""The overhead of IVT on a CPU, as a share of an epoch's time. Target: under 3 %.
 
     python benchmarks/ivt_overhead.py [--threads 1] [--json overhead.json]
 
-Steps with and without IVT take turns in one run, so that both see the same machine. Two shares are printed:
+Steps with and without IVT alternate in one run, so that both see the same load of the machine. Two shares are printed:
 
-- `inside`: the time spent in IVT's own calls: squares in every step, the mean at the epoch's end, a teleport every
-  tenth epoch. A sum of small times measured one by one, hence precise.
-- `outside`: how much longer steps with IVT took than steps without, plus the epoch's end and the teleport. It
-  would also show what IVT costs indirectly, but a loaded machine blurs it.
+- `inside`: the time spent in calls of IVT: squares in every step, the mean at the end of an epoch, a teleport every
+  tenth epoch. It is the sum of small times that are measured one by one, hence precise.
+- `outside`: the additional time of steps with IVT, plus the end of an epoch and the teleport. It includes indirect
+  costs, but is noisy on a loaded machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLASSES = 60
 class Case:
     backbone: str
     image: tuple[int, int, int]
-    epoch_steps: int  # of an increment's epoch: the epoch's end is shared out over these
+    epoch_steps: int  # steps per epoch of an increment
 
 
 CASES = (
@@ -111,13 +111,13 @@ def measure(case: Case, batch: int, repeats: int) -> Measured:
     ends: list[float] = []
     teleports: list[float] = []
     for _ in range(repeats):
-        # The first step after an epoch's end also zeroes the sums: its place in the epoch is begin_epoch().
+        # begin_epoch() zeroes the sums, which the first step of an epoch would do otherwise.
         opened = timed(ivt.begin_epoch)
         for _ in range(3):
             plain.append(step(False)[0])
-            total, own = step(True)
+            total, inside = step(True)
             full.append(total)
-            accumulate.append(own)
+            accumulate.append(inside)
         ends.append(opened + timed(ivt.end_epoch))
         teleports.append(timed(ivt.teleport))
 
@@ -142,19 +142,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    found = []
+    measured = []
     for case in CASES:
-        # A cheap step is measured often: its noise is no smaller in absolute terms.
+        # A fast step is measured more often, since its noise is as large.
         repeats = options.repeats * (1 if case.image[0] == 3 else 20)
-        found.append(measure(case, options.batch, repeats))
+        measured.append(measure(case, options.batch, repeats))
 
     print(f"incvec {__version__}, torch {torch.__version__}, {platform.machine()}, {options.threads} threads")
     print(f"{'network':<18}{'step':>10}{'squares':>10}{'epoch end':>11}{'teleport':>10}{'inside':>9}{'outside':>9}")
-    for row in found:
+    for row in measured:
         times = (row.plain_step, row.accumulate, row.end_epoch, row.teleport)
         cells = "".join(f"{1e3 * t:>{w - 3}.2f} ms" for t, w in zip(times, (10, 10, 11, 10), strict=True))
         print(f"{row.backbone:<18}{cells}{100 * row.inside:>7.2f} %{100 * row.outside:>7.2f} %")
@@ -167,7 +167,7 @@ def main() -> None:
             "batch": options.batch,
             "interval": INTERVAL,
             "cases": [asdict(case) for case in CASES],
-            "measured": [asdict(row) for row in found],
+            "measured": [asdict(row) for row in measured],
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: images, settings of a short run, and a report that is written after every row."""
+"""Helpers of the benchmarks: random images, settings of a short run, and a report written after every row."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def synchronize() -> None:
 
 
 def random_images(small: bool, device: torch.device | None = None) -> Dataset:
-    """As many images as CIFAR-100 has, or a handful. Speed does not depend on what they show."""
+    """As many random images as CIFAR-100 has, or a few. Speed does not depend on their content."""
     generator = torch.Generator().manual_seed(0)
     per_class, side, classes = (20, 8, 10) if small else (500, 32, 100)
     images = torch.randint(0, 256, (per_class * classes, 3, side, side), dtype=torch.uint8, generator=generator)
     labels = torch.arange(classes).repeat_interleave(per_class)
     norms = {"default": ((0.5,) * 3, (0.25,) * 3)}
     names = tuple(f"class {c}" for c in range(classes))
-    kept = torch.arange(0, len(images), 5 if not small else 10)
-    data = Dataset("random", images, labels, images[kept], labels[kept], names, 4, True, "random", norms)
+    test = torch.arange(0, len(images), 5 if not small else 10)
+    data = Dataset("random", images, labels, images[test], labels[test], names, 4, True, "random", norms)
     if device is None:
         return data
-    return replace(data, train_images=images.to(device), test_images=images[kept].to(device))
+    return replace(data, train_images=images.to(device), test_images=images[test].to(device))
 
 
 def settings(small: bool, addons: Sequence[str] = (), engine: str = "auto", **options: Any) -> dict[str, Any]:
-    """PODNet as the paper has it on CIFAR-100, half of the classes in the base task; `options` are the method's.
+    """PODNet with the paper's settings for CIFAR-100, half of the classes in the base task; `options` are PODNet's.
 
-    The rate is small, since random labels are trained on here, and there is no balanced stage unless it is asked for.
+    The learning rate is small because the labels are random. By default there is no balanced stage.
     """
     return {
         "method": "podnet",
@@ -61,8 +61,8 @@ def settings(small: bool, addons: Sequence[str] = (), engine: str = "auto", **op
     }
 
 
-def turned(events: Iterator[ev.Event]) -> Generator[ev.Event, None, None]:
-    """A run's events but for ticks; rests where it can do nothing but wait for the device."""
+def without_ticks(events: Iterator[ev.Event]) -> Generator[ev.Event, None, None]:
+    """A run's events without ticks; sleeps while the run waits for the device."""
     with closing(cast(Any, events)):
         for event in events:
             if isinstance(event, ev.Tick):
@@ -74,7 +74,7 @@ def turned(events: Iterator[ev.Event]) -> Generator[ev.Event, None, None]:
 
 @contextmanager
 def one_thread(small: bool) -> Iterator[None]:
-    """Tiny networks are faster with one CPU thread; large ones keep what they have."""
+    """Use one CPU thread for small networks, which are faster with it."""
     threads = torch.get_num_threads()
     if small:
         torch.set_num_threads(1)
@@ -85,14 +85,14 @@ def one_thread(small: bool) -> Iterator[None]:
 
 
 class Report:
-    """Rows and other findings, printed as they come and on the disk at once: a program that is cut off leaves them."""
+    """Rows and other results, printed and written to disk at once, so that an interrupted program leaves them."""
 
-    def __init__(self, path: Path | None, program: str, arguments: Sequence[str] | None, **facts: Any) -> None:
+    def __init__(self, path: Path | None, program: str, arguments: Sequence[str] | None, **fields: Any) -> None:
         self.path = path
         given = sys.argv[1:] if arguments is None else arguments
-        told = [Path(word).name if Path(word).is_absolute() else word for word in given]  # folders are this machine's
-        command = " ".join(["python", f"benchmarks/{program}", *told])
-        self.content: dict[str, Any] = {"command": command, **facts, "rows": []}
+        words = [Path(word).name if Path(word).is_absolute() else word for word in given]  # without local folders
+        command = " ".join(["python", f"benchmarks/{program}", *words])
+        self.content: dict[str, Any] = {"command": command, **fields, "rows": []}
         self.content["environment"] = environment(pick_device())
 
     @property
@@ -105,9 +105,9 @@ class Report:
         print(json.dumps({name: value for name, value in row.items() if name != "kernels"}), flush=True)
         self._write()
 
-    def put(self, **found: Any) -> None:
-        self.content |= found
-        print(json.dumps(found), flush=True)
+    def put(self, **fields: Any) -> None:
+        self.content |= fields
+        print(json.dumps(fields), flush=True)
         self._write()
 
     def _write(self) -> None:

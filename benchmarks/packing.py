@@ -1,17 +1,17 @@
-"""How fast `incvec data pack` is, beside decoding alone on all cores, in one run.
+"""The speed of `incvec data pack` compared with decoding alone, on all cores, in one run.
 
     python benchmarks/packing.py [--root FOLDER] [--images 4000] [--workers N] [--size 256] [--out FILE]
 
-Without a root it makes JPEG files of ImageNet's usual size (500 x 375; 110 KB, its mean being 115), a few different
-ones copied under many names: decoding does not care, and the disk's cache is warm for all contestants alike. Three
-ways take turns, each in as many processes and the same chunks of files, their start included:
+Without --root it creates JPEG files of ImageNet's usual size (500 x 375, 110 KB; ImageNet's mean is 115): a few
+different ones copied under many names, so that the page cache is warm for all variants. Three variants take turns, each
+with the same number of processes and the same chunks of files, including the start of the processes:
 
-- decode with Pillow, as torchvision's ImageFolder does: open, turn, make RGB; nothing is kept;
-- decode as packing does: the same pixels, mostly by torchvision's decoder;
-- pack: decoded, brought to the store's side, hashed, on the disk (synced) and checked to open.
+- decode with Pillow, as torchvision's ImageFolder does: open, rotate, convert to RGB; nothing is stored;
+- decode as packing does: decode, resize and crop; nothing is stored;
+- pack: the same, with checksums, written and synced to disk, and opened.
 
-Rates are each way's best; ratios are the median over the rounds, whose parts see the same machine. The CPU time of the
-same work on one core is told beside them: on a machine that others use, it is the better measure.
+Rates are the best of each variant; ratios are the median over the rounds. The CPU time of the same work on one core is
+the better measure on a shared machine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from incvec.data.decode import read_pixels
-from incvec.data.folder import open_image
-from incvec.data.layouts import Layout, list_images
-from incvec.data.store.chunks import cores, make_chunk
+from incvec.data.image_files import load_square, open_image
+from incvec.data.layouts import list_images
+from incvec.data.listing import Listing
+from incvec.data.store.chunks import cores, write_chunk
 from incvec.data.store.plan import VERSIONS, Chunk
 from incvec.data.store.write import CHUNK_BYTES, CHUNK_ROWS, pack
 
-WAYS = ("decode, pillow", "decode, as packing does", "pack")
+VARIANTS = ("decode, pillow", "decode, as packing does", "pack")
 
 
 def make_images(root: Path, count: int) -> None:
@@ -68,85 +68,85 @@ def decode(files: Sequence[str], read: Callable[[Path], object]) -> int:
     return len(files)
 
 
-def decode_all(layout: Layout, read: Callable[[Path], object], chunk: int, workers: int) -> None:
-    files = [str(file) for file, _ in (*layout.listing.train, *layout.listing.test)]
+def decode_all(listing: Listing, read: Callable[[Path], object], chunk: int, workers: int) -> None:
+    files = [str(file) for file, _ in (*listing.train, *listing.test)]
     pieces = [files[first : first + chunk] for first in range(0, len(files), chunk)]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["incvec.data.pack", "torchvision.io"])
+    context.set_forkserver_preload(["incvec.data.store.chunks"])
     with ProcessPoolExecutor(workers, context) as pool:
         assert sum(pool.map(partial(decode, read=read), pieces)) == len(files)
 
 
 def on_one_core(files: Sequence[Path], size: int, place: Path) -> dict[str, float]:
-    """CPU milliseconds an image, the ways taking turns every 32 images: other work on the machine hardly shows."""
+    """CPU milliseconds per image; the variants take turns every 32 images, so other load affects all alike."""
     piece = 32
     (place / "shard").write_bytes(bytes(piece * 3 * size * size))
-    spent = dict.fromkeys(WAYS, 0.0)
+    spent = dict.fromkeys(VARIANTS, 0.0)
     for first in range(0, len(files) - piece + 1, piece):
         names = tuple(str(file) for file in files[first : first + piece])
-        works: tuple[Callable[[], object], ...] = (
+        functions: tuple[Callable[[], object], ...] = (
             partial(decode, names, open_image),
-            partial(decode, names, read_pixels),
-            partial(make_chunk, str(place), Chunk(0, "shard", 0, size, names)),
+            partial(decode, names, partial(load_square, size=size)),
+            partial(write_chunk, place, Chunk(0, "train", "shard", 0, size, "/", names)),
         )
-        for name, work in zip(WAYS, works, strict=True):
-            began = time.process_time()
-            work()
-            spent[name] += time.process_time() - began if first else 0.0  # the first turn warms up
+        for name, function in zip(VARIANTS, functions, strict=True):
+            start = time.process_time()
+            function()
+            spent[name] += time.process_time() - start if first else 0.0  # the first turn is a warm-up
     counted = (len(files) // piece - 1) * piece
     return {name: round(1000 * seconds / counted, 3) for name, seconds in spent.items()}
 
 
 def measure(
-    root: Path, size: int, workers: int, place: Path, rounds: int, keep: Callable[[dict[str, object]], None]
+    root: Path, size: int, workers: int, place: Path, rounds: int, save: Callable[[dict[str, object]], None]
 ) -> dict[str, object]:
-    """The numbers; those of the rounds so far are handed to `keep` after each, so that none are lost."""
-    layout = list_images(root)
-    files = [file for file, _ in (*layout.listing.train, *layout.listing.test)]
+    """The numbers; those so far are passed to `save` after each round."""
+    listing = list_images(root)
+    files = [file for file, _ in (*listing.train, *listing.test)]
     chunk = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (3 * size * size)))
     result: dict[str, object] = {
         "images": len(files), "bytes_an_image": round(statistics.mean(file.stat().st_size for file in files)),
         "size": size, "workers": workers, "cores": os.cpu_count(), "rounds": 0, "versions": VERSIONS,
         "load_at_start": round(os.getloadavg()[0], 2),
     }  # fmt: skip
-    decode_all(layout, open_image, chunk, workers)  # fills the disk's cache
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    decode_all(listing, open_image, chunk, workers)  # fills the page cache
+    rates: dict[str, list[float]] = {name: [] for name in VARIANTS}
 
-    def ratio(below: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(rates["pack"], rates[below], strict=True)), 3)
+    def ratio(variant: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(rates["pack"], rates[variant], strict=True)), 3)
 
     for turn in range(rounds):
         store = place / f"store-{turn}"
-        works: tuple[Callable[[], object], ...] = (
-            partial(decode_all, layout, open_image, chunk, workers),
-            partial(decode_all, layout, read_pixels, chunk, workers),
-            partial(pack, layout, store, size, workers=workers),
+        functions: tuple[Callable[[], object], ...] = (
+            partial(decode_all, listing, open_image, chunk, workers),
+            partial(decode_all, listing, partial(load_square, size=size), chunk, workers),
+            partial(pack, listing, store, size, workers=workers),
         )
-        for name, work in zip(WAYS, works, strict=True):
-            began = time.perf_counter()
-            work()
-            rates[name].append(len(files) / (time.perf_counter() - began))
+        for name, function in zip(VARIANTS, functions, strict=True):
+            start = time.perf_counter()
+            function()
+            rates[name].append(len(files) / (time.perf_counter() - start))
         shutil.rmtree(store)
         result |= {
             "rounds": turn + 1,
             "images_per_second": {name: round(max(values), 1) for name, values in rates.items()},
-            "pack_over_decode": {name: ratio(name) for name in WAYS[:2]},
+            "pack_over_decode": {name: ratio(name) for name in VARIANTS[:2]},
         }
-        keep(result)
+        save(result)
     torch.set_num_threads(1)
-    alone = on_one_core(files[:1056], size, place)
+    cpu_time = on_one_core(files[:1056], size, place)
     result |= {
-        "cpu_ms_an_image": alone,
-        "pack_over_decode_by_cpu_time": {name: round(alone[name] / alone["pack"], 3) for name in WAYS[:2]},
+        "cpu_ms_an_image": cpu_time,
+        "pack_over_decode_by_cpu_time": {name: round(cpu_time[name] / cpu_time["pack"], 3) for name in VARIANTS[:2]},
     }
-    keep(result)
+    save(result)
     return result
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Packing beside decoding alone.")
-    parser.add_argument("--root", type=Path, help="a folder of images; made up where none is given")
-    parser.add_argument("--images", type=int, default=4000, help="how many to make up")
+    parser = argparse.ArgumentParser(description="Packing compared with decoding alone.")
+    parser.add_argument("--root", type=Path, help="a folder of images; synthetic ones if not given")
+    parser.add_argument("--images", type=int, default=4000, help="number of synthetic images")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--size", type=int, default=256)
@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
 
-    def keep(result: dict[str, object]) -> None:
+    def save(result: dict[str, object]) -> None:
         if given.out is not None:
             given.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.root is None:
             root.mkdir()
             make_images(root, given.images)
-        result = measure(root, given.size, given.workers, place, given.rounds, keep)
+        result = measure(root, given.size, given.workers, place, given.rounds, save)
     print(json.dumps(result, indent=1))
 
 

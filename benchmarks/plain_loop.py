@@ -1,11 +1,11 @@
-"""Training as it is usually written, for comparison: images trained a second.
+"""A training loop as it is usually written, for comparison: images per second.
 
     python benchmarks/plain_loop.py [--workers 8] [--seconds 10] [--json plain.json] [--small]
 
 PIL images through torchvision's transforms in the workers of a DataLoader, float32, the default memory layout, an
-eager step with `loss.backward()` and SGD, and the loss read in every step for the log. Network and losses are the
-package's own PODNet (with its teacher in the increment), called without the engine, so what differs is the loop.
-Images are random.
+eager step with `loss.backward()` and SGD, and the loss read in every step for the log. Network and losses are those of
+this package's PODNet (with its teacher in the increment), called without the engine, so only the loop differs. Images
+are random.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from incvec.data import Dataset
 from incvec.engine.build import RunParts, build, grow
 from incvec.presets import resolve
 
-MEMORY = 20  # exemplars a class
+MEMORY = 20  # exemplars per class
 WARMUP = 10  # steps that are not timed
 
 
 class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Some rows of a data set, opened, cropped, flipped, jittered and normalized one by one."""
+    """Rows of a data set, opened, cropped, flipped, jittered and normalized one by one."""
 
     def __init__(self, data: Dataset, rows: Tensor, side: int) -> None:
         images = cast(Tensor, data.train_images)[rows]
@@ -58,15 +58,15 @@ class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
 
 def rows_of(data: Dataset, task: Task) -> Tensor:
-    """The task's own rows and a few of each class before; classes are in their own order here."""
+    """The rows of the task's classes, and a few of each earlier class."""
     labels = data.train_labels
-    own = ((labels >= task.n_old) & (labels < task.n_seen)).nonzero().flatten()
+    new = ((labels >= task.n_old) & (labels < task.n_seen)).nonzero().flatten()
     old = [(labels == label).nonzero().flatten()[:MEMORY] for label in range(task.n_old)]
-    return torch.cat([own, *old])
+    return torch.cat([new, *old])
 
 
 def measure(data: Dataset, parts: RunParts, task: Task, workers: int, seconds: float) -> float:
-    """Images a second of the task's main stage, after a warm-up."""
+    """Images per second of the task's main stage, after a warm-up."""
     method, device = parts.method, parts.world.device
     stage = method.stages(task)[0]
     pictures = Pictures(data, rows_of(data, task), cast(Tensor, data.train_images).shape[-1])
@@ -74,8 +74,8 @@ def measure(data: Dataset, parts: RunParts, task: Task, workers: int, seconds: f
         pictures, batch_size=stage.batch_size, shuffle=True, num_workers=workers, drop_last=True,
         pin_memory=device.type == "cuda", persistent_workers=workers > 0,
     )  # fmt: skip
-    owned = {n: p for n, p in method.named_parameters() if any(group.owns(n) for group in stage.groups)}
-    optimizer = torch.optim.SGD(owned.values(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+    trained = {n: p for n, p in method.named_parameters() if any(group.owns(n) for group in stage.groups)}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     method.train()
     steps, logged, began = 0, 0.0, 0.0
     for images, labels in forever(loader):
@@ -84,7 +84,7 @@ def measure(data: Dataset, parts: RunParts, task: Task, workers: int, seconds: f
         loss = torch.stack(list(terms.values())).sum()
         optimizer.zero_grad()
         loss.backward()
-        method.gradients(owned)
+        method.gradients(trained)
         optimizer.step()
         logged += loss.item()
         steps += 1
@@ -105,7 +105,7 @@ def forever(loader: DataLoader[Any]) -> Iterator[Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a small network and few images, for a CPU")
-    parser.add_argument("--workers", type=int, default=None, help="default: 8, or as many as there are cores")
+    parser.add_argument("--workers", type=int, default=None, help="default: 8, or the number of cores if smaller")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each of the two stages")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
@@ -121,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cast(Any, parts.method).to(memory_format=torch.contiguous_format)
         for task, stage in zip(parts.tasks, ("base", "increment"), strict=False):
             grow(parts, task, 0)
-            found = measure(data, parts, task, workers, given.seconds)
-            row = {"engine": "plain", "runs": 1, "stage": stage, "addons": [], "images_per_second": round(found)}
+            rate = measure(data, parts, task, workers, given.seconds)
+            row = {"engine": "plain", "runs": 1, "stage": stage, "addons": [], "images_per_second": round(rate)}
             report.add({**row, "workers": workers})
 
 

@@ -1,17 +1,17 @@
-"""Images of ImageNet's kind trained a second by one GPU, beside a plain loop, in one run.
+"""Training throughput on images of ImageNet's size, compared with a plain PyTorch loop, in one run.
 
     python benchmarks/scale.py --json results/benchmarks/scale.json      # on a CUDA device; about two minutes
-    python benchmarks/scale.py --small                                   # a CPU will do
+    python benchmarks/scale.py --small                                   # on a CPU
 
-Made-up JPEG files: 500 x 375 at 110 KB for networks that see 224 pixels, and 64 x 64. A few different ones under many
-names (hard links): they cost little disk and lie in memory, for all contestants alike. ResNet-18 in batches of 128:
+Synthetic JPEG files: 500 x 375 at 110 KB for networks with an input of 224 pixels, and 64 x 64. A few different ones
+under many names (hard links), so that they use little disk and stay in the page cache. ResNet-18, batch size 128:
 
-- plain: ImageFolder, a DataLoader with a worker a core, torchvision's transforms, float32, eager SGD; and, to see what
-  holds it back, its loader alone and its training step alone on one batch;
-- ours: this package's engine on a packed store, its images resident on the device or streamed to it. The rate is of
-  the whole base stage (every epoch's begin and end included) once its step has been captured.
+- plain loop: ImageFolder, a DataLoader with one worker per core, torchvision's transforms, float32, eager SGD; also its
+  loader alone, and its training step alone on one batch;
+- ours: this package's engine on a packed store, with images resident on the device or streamed to it. The rate is that
+  of the whole base stage, including the start and end of every epoch, after its step has been captured.
 
-Rows are written as they come, so a run that is cut off leaves what it has.
+Rows are written when they are measured, so an interrupted benchmark leaves the rows so far.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from incvec.data import load_dataset
-from incvec.data.folder import IMAGENET
+from incvec.data.dataset import IMAGENET_NORMALIZATION
 from incvec.data.layouts import list_images
 from incvec.data.store.chunks import cores
 from incvec.data.store.mapped import Placement
@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    side: int  # what the network sees
+    side: int  # input side of the network
     jpeg: tuple[int, int]
     stored: int
     nets: dict[str, str]
@@ -77,7 +77,7 @@ SMALL = {
 
 
 def make_images(root: Path, case: Case, kinds: int = 64) -> None:
-    """Gradients, blotches and noise; a tenth of the names is for validation."""
+    """Noise at several scales; a tenth of the files are for validation."""
     draw = np.random.default_rng(0)
     width, height = case.jpeg
     (root / "contents").mkdir(parents=True)
@@ -100,7 +100,7 @@ def make_images(root: Path, case: Case, kinds: int = 64) -> None:
 
 
 def rate(steps: Iterator[object], batch: int, warm: int, seconds: float, device: torch.device) -> float:
-    """Images a second over about that many seconds, after some steps that are not counted."""
+    """Images per second over about that many seconds, after `warm` steps that are not counted."""
 
     def now() -> float:
         if device.type == "cuda":
@@ -109,12 +109,12 @@ def rate(steps: Iterator[object], batch: int, warm: int, seconds: float, device:
 
     for _ in itertools.islice(steps, warm):
         pass
-    began, count = now(), 0
+    start, count = now(), 0
     for _ in steps:
         count += 1
-        if time.perf_counter() - began > seconds:
+        if time.perf_counter() - start > seconds:
             break
-    return batch * count / (now() - began)
+    return batch * count / (now() - start)
 
 
 def plain(root: Path, case: Case, workers: int, seconds: float, device: torch.device) -> Iterator[Row]:
@@ -124,7 +124,12 @@ def plain(root: Path, case: Case, workers: int, seconds: float, device: torch.de
     crop = transforms.RandomCrop(case.side, padding=case.side // 8)
     if case.jpeg[0] != case.side:
         crop = transforms.RandomResizedCrop(case.side)
-    steps = [crop, transforms.RandomHorizontalFlip(), transforms.ToTensor(), transforms.Normalize(*IMAGENET)]
+    steps = [
+        crop,
+        transforms.RandomHorizontalFlip(),
+        transforms.ToTensor(),
+        transforms.Normalize(*IMAGENET_NORMALIZATION),
+    ]
     folder = ImageFolder(str(root / "train"), transforms.Compose(steps))
     loader: DataLoader[Any] = DataLoader(
         folder, case.batch, shuffle=True, num_workers=workers, pin_memory=device.type == "cuda", drop_last=True,
@@ -165,7 +170,7 @@ def plain(root: Path, case: Case, workers: int, seconds: float, device: torch.de
 
 
 def ours(store: Path, case: Case, method: str, placement: Placement, out: Path) -> Iterator[Row]:
-    """The base stage, and for a method with a teacher the increment's."""
+    """The base stage, and the first increment of a method with a teacher."""
     teacher = method != "finetune"
     options: dict[str, Any] = {"net": case.nets[method], "epochs": case.epochs, "batch_size": case.batch, "lr": 0.01}
     options |= {"brightness": 0.0, "normalization": "default"}
@@ -178,7 +183,7 @@ def ours(store: Path, case: Case, method: str, placement: Placement, out: Path) 
             "image_size": None if case.stored == case.side else case.side, method: options,
         }
     )  # fmt: skip
-    run = Run(config, load_dataset("packed", store, size=config.image_size, placement=placement), out)
+    run = Run(config, load_dataset("packed", store, **config.data_options()), out)
     steps: dict[int, int] = {}
     with closing(run.events()) as events:
         for event in events:
@@ -198,45 +203,47 @@ def ours(store: Path, case: Case, method: str, placement: Placement, out: Path) 
 
 
 def measure(case: Case, methods: list[str], workers: int, seconds: float, place: Path) -> Iterator[Row]:
-    """All rows of one size."""
+    """All rows of one image size."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     root, store = place / "images", place / "store"
     make_images(root, case)
-    # The plain loop first: its workers are forked, from a process that has no threads of ours yet.
+    # The plain loop first: its workers are forked, before this process starts threads.
     yield from plain(root, case, workers, seconds, device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     pack(list_images(root), store, case.stored, workers=workers)
     total = case.images + case.tests
     yield {
         "side": case.side, "what": "pack", "stored": case.stored, "workers": workers,
-        "images_per_second": total / (time.perf_counter() - began),
+        "images_per_second": total / (time.perf_counter() - start),
     }  # fmt: skip
     for method in methods:
         for placement in PLACEMENTS:
             yield from ours(store, case, method, placement, place / f"{method}-{placement}")
 
 
-def bars(rows: list[Row]) -> dict[str, float]:
-    """Ratios of rows of one size."""
-    found: dict[str, float] = {}
+def ratios(rows: list[Row]) -> dict[str, float]:
+    """Ratios between rows of the same image size."""
+    values: dict[str, float] = {}
     for side in sorted({row["side"] for row in rows}):
         mine = [row for row in rows if row["side"] == side and row.get("method", "finetune") == "finetune"]
         rates = {row["what"]: row["images_per_second"] for row in mine}
         for placement in PLACEMENTS:
             if {f"ours, {placement}", "plain loop"} <= set(rates):
-                found[f"{placement} over plain loop, {side}"] = rates[f"ours, {placement}"] / rates["plain loop"]
+                values[f"{placement} over plain loop, {side}"] = rates[f"ours, {placement}"] / rates["plain loop"]
         if {"ours, resident", "ours, streamed"} <= set(rates):
-            found[f"streamed over resident, {side}"] = rates["ours, streamed"] / rates["ours, resident"]
-    return {name: round(value, 3) for name, value in found.items()}
+            values[f"streamed over resident, {side}"] = rates["ours, streamed"] / rates["ours, resident"]
+    return {name: round(value, 3) for name, value in values.items()}
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(description="ImageNet-size training beside a plain loop.")
+    parser = argparse.ArgumentParser(description="ImageNet-size training compared with a plain loop.")
     parser.add_argument("--small", action="store_true", help="a small network and few images")
     parser.add_argument("--sides", type=int, nargs="*", choices=list(CASES), default=list(CASES))
     parser.add_argument("--methods", nargs="*", choices=["finetune", "podnet"], default=["finetune"])
-    parser.add_argument("--workers", type=int, default=cores(), help="of the plain loop's loader, and of packing")
-    parser.add_argument("--seconds", type=float, help="that the plain loop is measured for")
+    parser.add_argument(
+        "--workers", type=int, default=cores(), help="processes of the plain loop's loader, and of packing"
+    )
+    parser.add_argument("--seconds", type=float, help="duration of the plain loop's measurement")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     seconds = given.seconds if given.seconds is not None else (0.5 if given.small else 8.0)
@@ -250,9 +257,14 @@ def main(arguments: list[str] | None = None) -> list[Row]:
                 print(rows[-1], flush=True)
                 if given.json:
                     given.json.parent.mkdir(parents=True, exist_ok=True)
-                    content = {"rows": rows, "ratios": bars(rows), "cores": cores(), "environment": environment(device)}
+                    content = {
+                        "rows": rows,
+                        "ratios": ratios(rows),
+                        "cores": cores(),
+                        "environment": environment(device),
+                    }
                     given.json.write_text(json.dumps(content, indent=1) + "\n")
-    print(json.dumps(bars(rows), indent=1))
+    print(json.dumps(ratios(rows), indent=1))
     return rows
 
 

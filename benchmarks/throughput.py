@@ -1,23 +1,22 @@
-"""Images trained a second, by engine, number of runs at once, stage and add-ons; ratios measured in one run.
+"""Images per second, by engine, number of concurrent runs, stage and add-ons; and ratios of them.
 
     python benchmarks/throughput.py --json results/benchmarks/throughput.json      # on a CUDA device
-    python benchmarks/throughput.py --small                                        # a CPU will do
+    python benchmarks/throughput.py --small                                        # for a CPU
 
-PODNet, ResNet-32, batch 128, random images. The parts, of which `--parts` names some:
+PODNet, ResNet-32, batch 128, random images. `--parts` selects some of these parts:
 
 - one, eight: base task and increment (of 10 classes, with teacher), without and with IVT; `two` and `four` on request;
-- ivt: IVT on against off in the increment, as the median ratio of times: two runs take turns in one process, ten
-  epochs with one teleport each, and no checkpoint within the stage;
-- tasks: increments of 2 classes against increments of 10, everything counted that lies between the end of the base and
-  the end of the last increment: balanced stages, herding, capture, evaluation, files. The paper's 160 and 20 epochs,
-  for the first increments only;
-- eager: the same step uncaptured; plain: a loop as people write it (`plain_loop.py`).
+- ivt: IVT on against off in the increment, as the median ratio of times. Two runs alternate in one process, ten epochs
+  with one teleport at a time, without checkpoints within the stage;
+- tasks: increments of 2 classes against increments of 10, including everything from the end of the base task to the end
+  of the last increment: balanced stages, herding, capture, evaluation, files. With the paper's 160 and 20 epochs, for
+  the first increments only;
+- eager: the same step without capture; plain: a loop as usually written (`plain_loop.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -32,21 +31,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from measuring import Report, Row, one_thread, pick_device, settings, synchronize, turned
-from measuring import random_images as random_images
+from measuring import Report, Row, one_thread, pick_device, random_images, settings, synchronize, without_ticks
 
 from incvec.data import Dataset
 from incvec.engine import events as ev
+from incvec.engine.device_errors import release_memory
 from incvec.engine.run import Run
 from incvec.engine.scheduler import Failed, run_concurrently
 from incvec.presets import resolve
 
 PARTS = ("one", "ivt", "eight", "tasks", "eager", "plain")
 COUNTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
-INTERVAL = 10  # epochs between teleports, hence those of a turn
+INTERVAL = 10  # epochs between teleports, and of a turn
 
-Mark = tuple[float, int]  # when an epoch had ended, and its images
+Mark = tuple[float, int]  # the time at which an epoch ended, and its number of images
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,9 @@ class Size:
 
     base_epochs: int
     epochs: int
-    turns: int  # of each run, in the part ivt
-    tasks: tuple[int, int]  # increments in all, of the two runs in the part tasks
-    increments: tuple[int, int]  # and how many of them are measured
+    turns: int  # of each run, in part ivt
+    tasks: tuple[int, int]  # number of increments of the two runs in part tasks
+    increments: tuple[int, int]  # number of those that are measured
     task_epochs: int
     balance_epochs: int
     plain_seconds: float
@@ -67,14 +65,8 @@ LARGE = Size(8, 24, 5, (25, 5), (2, 1), 160, 20, 5.0)
 SMALL = Size(4, 4, 2, (5, 1), (2, 1), 3, 1, 0.2)
 
 
-def free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def rate(marks: Sequence[Sequence[Mark]]) -> float | None:
-    """Images a second of all runs together, while all of them were in the stage; between marks a run is steady."""
+    """Images per second of all runs together, while all were in the stage. Between marks the rate is constant."""
     first, last = max(own[0][0] for own in marks), min(own[-1][0] for own in marks)
     if last <= first:
         return None
@@ -100,20 +92,20 @@ def measure(data: Dataset, given: dict[str, Any], runs: int) -> Iterator[Row]:
                 loop = many[number].loop
                 if isinstance(event, ev.StageStarted) and loop is not None:
                     images[(number, event.task)] = loop.steps * loop.batch
-                if isinstance(event, ev.EpochEnded) and event.task < 2:  # one may be ahead of the others
+                if isinstance(event, ev.EpochEnded) and event.task < 2:  # one run may be ahead of the others
                     marks[number][event.task].append((time.perf_counter(), images[(number, event.task)]))
                 if min(len(own[1]) for own in marks) == epochs:
                     synchronize()
                     break
         notices = sorted({text for run in many for text in run.progress.notices})
     for task, stage in enumerate(("base", "increment")):
-        found = rate([own[task] for own in marks])
+        per_second = rate([own[task] for own in marks])
         yield {
             "engine": many[0].parts.engine,
             "runs": runs,
             "stage": stage,
             "addons": given["addons"],
-            "images_per_second": None if found is None else round(found),
+            "images_per_second": None if per_second is None else round(per_second),
             "epochs": len(marks[0][task]),
             **({"notices": notices} if notices else {}),
         }
@@ -123,8 +115,8 @@ def measure(data: Dataset, given: dict[str, Any], runs: int) -> Iterator[Row]:
 
 
 def increment_of(run: Run) -> Generator[ev.Event, None, None]:
-    """The run's events from where its first increment's epochs begin."""
-    events = turned(run.events())
+    """The run's events from the first epoch of its first increment."""
+    events = without_ticks(run.events())
     for event in events:
         if isinstance(event, ev.StageStarted) and event.task == 1:
             return events
@@ -132,7 +124,7 @@ def increment_of(run: Run) -> Generator[ev.Event, None, None]:
 
 
 def ten_epochs(events: Iterator[ev.Event]) -> float:
-    """Seconds of the next ten epochs. The engine is one epoch ahead of what it tells, before as after."""
+    """Seconds of the next ten epochs. The engine is one epoch ahead of its events, before and after."""
     synchronize()
     began = time.perf_counter()
     seen = 0
@@ -192,7 +184,7 @@ def increments(
     """Images trained in the first `count` increments, and seconds from the end of the base to the end of the last."""
     run = Run(resolve(given), data, folder, bases)
     images, began, done = 0, 0.0, -1
-    events = turned(run.events())
+    events = without_ticks(run.events())
     for event in events:
         if isinstance(event, ev.StageStarted) and event.task > 0 and run.loop is not None:
             images += event.epochs * run.loop.steps * run.loop.batch
@@ -203,22 +195,22 @@ def increments(
             began = time.perf_counter()
         if isinstance(event, ev.Saved) and done == count:
             break
-    events.close()  # waits for the file that is being written
+    events.close()  # waits for the checkpoint writer
     synchronize()
     return images, time.perf_counter() - began, run.progress.notices
 
 
 def compare_tasks(data: Dataset, small: bool, engine: str, size: Size) -> tuple[list[Row], float]:
-    """Rows of the two numbers of increments, and the ratio of their images a second."""
+    """Rows of the two numbers of increments, and the ratio of their images per second."""
     rows: list[Row] = []
     addons = ["ivt"]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         short = settings(small, addons, engine, base_epochs=1, epochs=1, balance_epochs=1)
-        increments(data, short, 1, folder / "warm", folder / "bases")  # compiles what both need
+        increments(data, short, 1, folder / "warm", folder / "bases")  # compiles the code that both use
         options = {"base_epochs": 1, "epochs": size.task_epochs, "balance_epochs": size.balance_epochs}
         for tasks, count in zip(size.tasks, size.increments, strict=True):
-            free()
+            release_memory()
             given = {**settings(small, addons, engine, **options), "tasks": tasks}
             images, seconds, notices = increments(data, given, count, folder / str(tasks), folder / "bases")
             rows.append(
@@ -243,7 +235,7 @@ def compare_tasks(data: Dataset, small: bool, engine: str, size: Size) -> tuple[
 
 
 def plain(small: bool, seconds: float) -> list[Row]:
-    """The plain loop in a process of its own, since its workers are forked."""
+    """The plain loop in its own process, since it forks workers."""
     program = Path(__file__).with_name("plain_loop.py")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plain.json"
@@ -271,20 +263,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = time.perf_counter()
 
     def case(runs: int, engine: str, addons: list[str], base_epochs: int, epochs: int, **more: Any) -> None:
-        free()
+        release_memory()
         for row in measure(
             data, settings(given.small, addons, engine, base_epochs=base_epochs, epochs=epochs) | more, runs
         ):
             report.add(row)
 
-    def ratio(**found: Any) -> None:
-        report.put(ratios={**report.content["ratios"], **found})
+    def ratio(**values: Any) -> None:
+        report.put(ratios={**report.content["ratios"], **values})
 
     with one_thread(given.small):
         for part in parts:
-            free()
+            release_memory()
             if part in COUNTS:
-                shorter = 1 if part == "one" else 2  # many runs make more images an epoch
+                shorter = 1 if part == "one" else 2  # many runs train more images per epoch
                 for addons in ([], ["ivt"]):
                     case(
                         COUNTS[part],
@@ -297,10 +289,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for addons in ([], ["ivt"]):
                     case(1, "eager", addons, 3, 3, base_classes=5 if given.small else 10)
             elif part == "ivt":
-                rows, found = compare_ivt(data, given.small, engine, size)
+                rows, comparison = compare_ivt(data, given.small, engine, size)
                 for row in rows:
                     report.add(row)
-                ratio(ivt_on_against_off=found)
+                ratio(ivt_on_against_off=comparison)
             elif part == "tasks":
                 rows, share = compare_tasks(data, given.small, engine, size)
                 for row in rows:

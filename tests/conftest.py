@@ -1,7 +1,8 @@
-"""Shared pieces: a handful of images, quick configurations, and the marks that choose what runs."""
+"""Fixtures and helpers shared by all tests: a few images and very short runs on them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from incvec.atomic_files import read_tensors
 from incvec.data import Dataset, load_dataset
 from incvec.engine.run import Run
 from incvec.presets import resolve
 
 torch.set_num_threads(1)
-settings.register_profile("repeatable", derandomize=True)  # --hypothesis-profile=default draws anew
+settings.register_profile("repeatable", derandomize=True)  # --hypothesis-profile=default draws at random
 settings.load_profile("repeatable")
 
 QUICK: dict[str, Any] = {"net": "tiny", "epochs": 2, "batch_size": 32, "memory": 3}
@@ -26,14 +28,14 @@ EXTRA: dict[str, dict[str, Any]] = {
     "mnemonics": {"exemplar_epochs": 2},
     "podnet": {"balance_epochs": 2, "proxies": 2},
     "slca": {"align_epochs": 2, "samples": 16, "align_batch_size": 32},
-    "ivt": {"interval": 1, "last": "teleport", "head": "teleport", "batchnorm": "keep"},  # the letter, for every host
+    "ivt": {"interval": 1, "last": "teleport", "head": "teleport", "batchnorm": "keep"},  # Algorithm 1 verbatim
     "eopc": {"epochs": 2, "batch_size": 8, "positions": 3, "members": 3, "radius": 1.0},
 }
 
 
 @pytest.fixture(autouse=True)
 def seeded_draws() -> None:
-    """A test that draws from the global generator draws the same each time, alone or among others."""
+    """Seed the global generator, for tests that use it."""
     torch.manual_seed(0)
 
 
@@ -44,8 +46,7 @@ def digits() -> Dataset:
 
 @pytest.fixture(scope="session")
 def few(digits: Dataset) -> Dataset:
-    """Six of the ten digits, at most 40 images each: a run of three tasks takes a fraction of a second."""
-    from dataclasses import replace
+    """Six of the ten digits, at most 40 images each. A run of three tasks takes a fraction of a second."""
 
     def cut(images: torch.Tensor, labels: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.cat([(labels == c).nonzero().flatten()[:count] for c in range(6)])
@@ -79,13 +80,11 @@ def always_saving_run(data: Dataset, out: Path, given: dict[str, Any], bases: Pa
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    from incvec.atomic_files import read_tensors
-
     return read_tensors(path)[0]
 
 
 def same_weights(a: Path, b: Path) -> None:
-    """Every tensor of two files is equal, bit for bit."""
+    """Assert that two files have the same tensors, bit for bit."""
     first, second = weights(a), weights(b)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
@@ -93,7 +92,7 @@ def same_weights(a: Path, b: Path) -> None:
 
 
 def same_record(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Two records agree in everything but how long it took."""
+    """Assert that two records agree in everything but durations."""
     for key in ("metrics", "accuracy", "correct", "config", "statistics", "test_counts", "class_order"):
         assert a[key] == b[key], key
     assert [row["terms"] for row in a["losses"]] == [row["terms"] for row in b["losses"]]

@@ -1,4 +1,4 @@
-"""Whether a step could be captured, told on a CPU."""
+"""Detects, on a CPU, operations that a CUDA graph cannot capture."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-REFUSED = (
+SYNCHRONIZING = (
     "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique", "_unique2", "unique_dim", "unique_consecutive",
     "masked_select", "bincount", "repeat_interleave",
 )  # fmt: skip
-READING = ("tolist", "cpu", "numpy")  # on a CPU they leave no trace among the operations
+READING = ("tolist", "cpu", "numpy")  # not dispatched as operations on a CPU
 
 
-class NoReading(TorchDispatchMode):
-    """Refuses what would read a value from the device or make a shape hang on one: a captured step cannot do that."""
+class NoSynchronization(TorchDispatchMode):
+    """Refuses operations that read a value from the device or whose shapes depend on one."""
 
-    resting = False
+    paused = False
 
     def __enter__(self) -> Any:
         def refuse(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
-            raise AssertionError("a tensor's values are asked for: that waits for the device")
+            raise AssertionError("the values of a tensor are read, which synchronizes with the device")
 
         self._methods = {name: getattr(torch.Tensor, name) for name in READING}
         for name, real in self._methods.items():
-            setattr(torch.Tensor, name, lambda *a, real=real, **k: real(*a, **k) if self.resting else refuse(*a, **k))
+            setattr(torch.Tensor, name, lambda *a, real=real, **k: real(*a, **k) if self.paused else refuse(*a, **k))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -36,7 +36,7 @@ class NoReading(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         masks = args[1] if name in ("index", "index_put", "index_put_") else ()
-        waits = name in REFUSED or any(mask is not None and mask.dtype == torch.bool for mask in masks)
-        if waits and not self.resting:
-            raise AssertionError(f"{func} waits for the device")
+        synchronizes = name in SYNCHRONIZING or any(mask is not None and mask.dtype == torch.bool for mask in masks)
+        if synchronizes and not self.paused:
+            raise AssertionError(f"{func} synchronizes with the device")
         return func(*args, **(kwargs or {}))

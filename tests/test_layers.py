@@ -1,7 +1,6 @@
-"""The rooms' order: a room may use those above it in the list, never those below.
+"""The layers of the package: a layer may import those before it in the list, never those after it.
 
-Imports are read from the syntax tree, those inside functions and under TYPE_CHECKING included: a hidden import is
-one all the same.
+Imports are read from the syntax tree, including those inside functions and under TYPE_CHECKING.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from incvec.methods import METHODS
 
 PACKAGE = Path(incvec.__file__).parent
 
-# From the top to the bottom. Names are those of files and folders in the package; "" is the package itself, which
-# hands on the plug-in and nothing else.
-ROOMS: tuple[tuple[str, ...], ...] = (
+# From the lowest to the highest. Names of files and folders in the package; "" is the package itself, which exports the
+# plug-in.
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("ivt",),
     ("",),
     ("errors", "contracts", "registry", "fused"),
@@ -39,20 +38,20 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("study",),
     ("cli", "__main__", "lab"),
 )
-LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 
 def modules_of(folder: Path) -> dict[str, Path]:
-    """Every module of a package by its dotted name below it; "" is the package itself."""
-    found = {}
+    """Every module of a package by its dotted name; "" is the package itself."""
+    modules = {}
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return modules
 
 
 def imports_of(name: str, file: Path, modules: Mapping[str, Path], package: str) -> Iterator[tuple[int, str]]:
-    """Line and full name of every module that the file imports; of ours down to the module, not its contents."""
+    """Line and full name of every module that the file imports."""
     own = f"{package}.{name}".rstrip(".")
     here = own if file.name == "__init__.py" else own.rpartition(".")[0]
     for node in ast.walk(ast.parse(file.read_text())):
@@ -71,36 +70,36 @@ def imports_of(name: str, file: Path, modules: Mapping[str, Path], package: str)
 
 
 def violations(folder: Path, package: str) -> list[str]:
-    """A line for every import that points downwards."""
+    """One line for every import of a higher layer."""
     modules = modules_of(folder)
     found = []
     for name, file in modules.items():
-        room = name.partition(".")[0]
+        layer = name.partition(".")[0]
         for line, target in imports_of(name, file, modules, package):
             root, _, inner = target.partition(".")
             if root != package:
                 continue
             used = inner.partition(".")[0]
-            if LEVEL.get(used, len(ROOMS)) > LEVEL[room]:
-                found.append(f"{file.relative_to(folder)}:{line} ({room or package}) imports {target}")
+            if LEVEL.get(used, len(LAYERS)) > LEVEL[layer]:
+                found.append(f"{file.relative_to(folder)}:{line} ({layer or package}) imports {target}")
     return found
 
 
-def test_every_file_belongs_to_a_room() -> None:
-    strangers = {name.partition(".")[0] for name in modules_of(PACKAGE)} - set(LEVEL)
-    assert not strangers, f"{sorted(strangers)} are in no room: put them where they belong in ROOMS"
+def test_every_file_has_a_layer() -> None:
+    unknown = {name.partition(".")[0] for name in modules_of(PACKAGE)} - set(LEVEL)
+    assert not unknown, f"{sorted(unknown)} have no layer: add them to LAYERS"
 
 
-def test_every_room_exists() -> None:
+def test_every_layer_exists() -> None:
     assert set(LEVEL) <= {name.partition(".")[0] for name in modules_of(PACKAGE)}
 
 
-def test_no_room_uses_one_below() -> None:
+def test_no_layer_imports_a_higher_one() -> None:
     assert violations(PACKAGE, "incvec") == []
 
 
-def test_the_plug_in_imports_torch_only() -> None:
-    """Nothing of this package, and nothing outside torch and Python's own library; hosts are found by the adapters."""
+def test_plugin_imports_torch_only() -> None:
+    """Nothing else of this package, and only torch and the standard library; adapters also import their hosts."""
     modules = modules_of(PACKAGE)
     for name, file in modules.items():
         if name.partition(".")[0] != "ivt":
@@ -112,16 +111,16 @@ def test_the_plug_in_imports_torch_only() -> None:
                 assert target == "incvec.ivt" or target.startswith("incvec.ivt."), place
             elif not name.startswith("ivt.adapters."):
                 assert root == "torch" or root in sys.stdlib_module_names, place
-    assert "ivt.adapters" in modules  # so that the exception above is about something
+    assert "ivt.adapters" in modules  # the exception above applies to something
 
 
-@pytest.mark.parametrize(("registry", "room"), [(METHODS, "methods"), (ADDONS, "addons")], ids=["methods", "add-ons"])
-def test_registries_name_files_of_their_own_room(registry: Mapping[str, str], room: str) -> None:
-    """A registry's entries are imported by name, where the syntax tree does not show it."""
+@pytest.mark.parametrize(("registry", "layer"), [(METHODS, "methods"), (ADDONS, "addons")], ids=["methods", "add-ons"])
+def test_registered_components_are_in_their_layer(registry: Mapping[str, str], layer: str) -> None:
+    """Components are imported by name, which the syntax tree does not show."""
     modules = modules_of(PACKAGE)
     for name, address in registry.items():
         module = address.partition(":")[0].removeprefix("incvec.")
-        assert module.partition(".")[0] == room, f"{name}: {address}"
+        assert module.partition(".")[0] == layer, f"{name}: {address}"
         assert module in modules, f"{name}: there is no {module}"
 
 
@@ -146,7 +145,7 @@ def test_registries_name_files_of_their_own_room(registry: Mapping[str, str], ro
         ("cli/main.py", "from incvec.study import tables\nfrom incvec.cli import demo", False),
     ],
 )  # fmt: skip
-def test_the_rule_sees_what_it_should(path: str, text: str, bad: bool, tmp_path: Path) -> None:
+def test_violations_are_detected(path: str, text: str, bad: bool, tmp_path: Path) -> None:
     names = ["", "ivt", "ivt/adapters", "data", "methods", "addons", "engine", "study", "cli"]
     files = [f"{name}/__init__.py" for name in names]
     files += [

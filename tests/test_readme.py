@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
 import tomllib
@@ -32,7 +33,6 @@ from incvec.registry import METHODS as REGISTERED_METHODS
 from incvec.registry import PRESETS
 from tests.cli.conftest import invoke
 from tests.conftest import make_run, quick, same_record, same_weights
-from tests.data.test_aircraft_copy import shard
 from tests.documents import ROOT, Block, Command, blocks, commands
 
 SHORT = {"net": "tiny", "epochs": 1, "memory": 2, "batch_size": 16}
@@ -78,12 +78,21 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     here.mkdir()
     for name, text in {**files_shown("yaml"), **files_shown("python")}.items():
         (here / name).write_text(text)
-    shard(here / "aircraft20.npz")
+    write_aircraft(here / "aircraft20.npz")
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("INCVEC_DATA", raising=False)
     yield here
     forget_examples()
+
+
+def write_aircraft(path: Path) -> None:
+    """Two variants with one training and one test image each, encoded."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(buffer, "PNG")
+    image = np.frombuffer(buffer.getvalue(), np.uint8)
+    parts = {"label": [0, 1, 0, 1], "is_test": [False, False, True, True], "class_names": ["707-320", "MD-80"]}
+    np.savez(path, png=np.tile(image, 4), offsets=len(image) * np.arange(5), **parts)
 
 
 def forget_examples() -> None:
@@ -308,8 +317,8 @@ def test_examples_resume_exactly(
     record = finish(make_run(few, tmp_path / "whole", given))
     assert {term for row in record["losses"] for term in row["terms"]} >= {"ce", "tether"}
     resumed: dict[str, Any] = {}
-    for _ in range(10):
-        for event in make_run(few, tmp_path / "stopped", given).events():
+    for _ in range(100):
+        for event in make_run(few, tmp_path / "stopped", given, save_interval=0).events():
             if isinstance(event, ev.Finished):
                 resumed = event.record
             elif isinstance(event, ev.Saved):

@@ -74,14 +74,14 @@ def main() -> None:
             print(f"checked: {dist.name}/{file.name}")
 
 
-def run(*command: str, cwd: Path = ROOT) -> None:
+def run(*command: str, cwd: Path = ROOT, quiet: bool = False) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    subprocess.run(command, check=True, cwd=cwd, env=environment)
+    subprocess.run(command, check=True, cwd=cwd, env=environment, stdout=subprocess.DEVNULL if quiet else None)
 
 
 def build(folder: Path) -> Path:
     """Build both distributions; returns the wheel."""
-    run(sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT))
+    run(sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT), quiet=True)
     files = sorted(folder.iterdir())
     run(sys.executable, "-m", "twine", "check", "--strict", *map(str, files))
     return next(file for file in files if file.suffix == ".whl")

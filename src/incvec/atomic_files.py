@@ -32,7 +32,7 @@ FORMAT = 2  # 1 had British names of settings and tensors, and "facts" for "stat
 READABLE_FORMATS = (1, FORMAT)
 RENAMED_TENSORS = {"optimiser": "optimizer", "centre": "center", "epoch_finalised": "epoch_finalized"}
 _FORMAT_1 = re.compile(rf"\b({'|'.join(RENAMED_TENSORS)})\b")
-RERUN = "Earlier files are intact; free some space or choose another --out, then run the same command again."
+RERUN = "Earlier files are intact; free some space or choose another folder, then run the same command again."
 START_AGAIN = "Move it away to start again."
 
 

@@ -95,9 +95,9 @@ class RunConfig(BaseModel):
         return validate(kind, self.sections.get(name, {}), where=name)
 
     def data_options(self) -> dict[str, Any]:
-        """Arguments of `load_dataset`, besides the data set's name and root."""
-        given = {"size": self.image_size, "class_list": self.class_list, "placement": self.placement}
-        return given if self.held_out is None else {**given, "held_out": self.held_out}
+        """The options of the data set that were set; `load_dataset` validates them."""
+        names = ("image_size", "class_list", "placement", "held_out")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def resolved(self) -> dict[str, Any]:
         """All settings, as in a record: the fields, then one mapping per section."""

@@ -11,7 +11,7 @@ from incvec.addons import ADDONS
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from tests.conftest import always_saving_run, make_run, quick, same_record, same_weights
-from tests.engine.test_resume import break_after
+from tests.engine.test_resume import interrupt_after
 
 CASES: dict[str, dict[str, Any]] = {
     "cofima": quick("podnet", "cofima"),
@@ -42,7 +42,7 @@ def test_interrupted_at_every_event(name: str, few: Dataset, tmp_path: Path) -> 
     record = finish(whole)
     out = tmp_path / "interrupted"
     breaks = 0
-    while not break_after(always_saving_run(few, out, given), 2 + breaks % 9):
+    while not interrupt_after(always_saving_run(few, out, given), 2 + breaks % 9):
         breaks += 1
         assert breaks < 100
     assert breaks > 5

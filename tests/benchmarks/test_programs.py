@@ -1,4 +1,4 @@
-"""Each benchmark's small version runs on a CPU and leaves the fields that tables and readers look for."""
+"""The small version of each benchmark runs on a CPU and writes the fields that readers expect."""
 
 from __future__ import annotations
 
@@ -13,18 +13,9 @@ import torch
 
 from incvec.atomic_files import write_tensors
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="installed without the benchmarks")
 
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module
-
-
-def left(module: ModuleType, file: Path, *arguments: str) -> dict[str, Any]:
-    """What the program wrote, which it says again in its own words."""
+def run_small(module: ModuleType, file: Path, *arguments: str) -> dict[str, Any]:
+    """The JSON that the program writes."""
     module.main(["--small", "--json", str(file), *arguments])
     content: dict[str, Any] = json.loads(file.read_text())
     assert {"command", "rows", "environment"} <= content.keys()
@@ -33,7 +24,7 @@ def left(module: ModuleType, file: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_throughput(program: Any, tmp_path: Path) -> None:
-    content = left(program("throughput"), tmp_path / "t.json", "--parts", "one,two,ivt,tasks")
+    content = run_small(program("throughput"), tmp_path / "t.json", "--parts", "one,two,ivt,tasks")
     for row in content["rows"]:
         assert {"engine", "runs", "stage", "images_per_second", "addons"} <= row.keys()
         assert row["images_per_second"] > 0
@@ -51,36 +42,36 @@ def test_throughput(program: Any, tmp_path: Path) -> None:
     assert len(ratios["ivt_on_against_off"]["all"]) == 2
 
 
-def test_throughput_refuses_an_unknown_part(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_part_of_throughput_is_refused(program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program("throughput").main(["--parts", "one,nine"])
     assert "no part nine" in capsys.readouterr().err
 
 
-def test_images_a_second_of_several_runs(program: Any) -> None:
-    """Two runs of 100 images a second, of which the second begins and ends later: 200 while both are at work."""
-    own = [[(float(t), 100) for t in range(5)], [(2.5 + t, 100) for t in range(4)]]
-    assert program("throughput").rate(own) == pytest.approx(200)
-    assert program("throughput").rate([own[0][:2], own[1]]) is None  # never at work together
+def test_images_per_second_of_several_runs(program: Any) -> None:
+    """Two runs of 100 images per second, the second of which begins and ends later: 200 while both are running."""
+    marks = [[(float(t), 100) for t in range(5)], [(2.5 + t, 100) for t in range(4)]]
+    assert program("throughput").rate(marks) == pytest.approx(200)
+    assert program("throughput").rate([marks[0][:2], marks[1]]) is None  # never at the same time
 
 
 def test_plain_loop(program: Any, tmp_path: Path) -> None:
-    content = left(program("plain_loop"), tmp_path / "p.json", "--seconds", "0.05", "--workers", "0")
+    content = run_small(program("plain_loop"), tmp_path / "p.json", "--seconds", "0.05", "--workers", "0")
     assert [(row["engine"], row["stage"]) for row in content["rows"]] == [("plain", "base"), ("plain", "increment")]
     assert all(row["images_per_second"] > 0 for row in content["rows"])
 
 
-def test_the_plain_loop_is_part_of_throughput(program: Any) -> None:
+def test_plain_loop_is_part_of_throughput(program: Any) -> None:
     rows = program("throughput").plain(True, 0.05)
     assert [(row["engine"], row["runs"], row["addons"]) for row in rows] == 2 * [("plain", 1, [])]
 
 
 def test_complete_run(program: Any, tmp_path: Path) -> None:
-    kept = tmp_path / "runs" / "kept"
-    (row,) = left(program("complete_run"), tmp_path / "c.json", "--out", str(kept), "--seed", "1")["rows"]
-    assert json.loads((kept / "record.json").read_text())["seed"] == 1
-    with pytest.raises(SystemExit):  # from nothing, not from what is there
-        program("complete_run").main(["--small", "--out", str(kept.parent / "other")])
+    out = tmp_path / "runs" / "run"
+    (row,) = run_small(program("complete_run"), tmp_path / "c.json", "--out", str(out), "--seed", "1")["rows"]
+    assert json.loads((out / "record.json").read_text())["seed"] == 1
+    with pytest.raises(SystemExit):  # it needs an empty folder
+        program("complete_run").main(["--small", "--out", str(out.parent / "other")])
     assert set(row["phases"]) == {"startup", "capture", "base", "increments", "ends"}
     assert sum(row["phases"].values()) == pytest.approx(row["seconds"], abs=0.05)
     assert row["phases"]["startup"] > 0
@@ -88,15 +79,15 @@ def test_complete_run(program: Any, tmp_path: Path) -> None:
     assert row["addons"] == ["ivt"]
 
 
-def test_complete_run_tells_of_a_failure(program: Any, tmp_path: Path) -> None:
+def test_complete_run_reports_a_failure(program: Any, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="status 3"):
         program("complete_run").run(["-c", "raise SystemExit(3)"], tmp_path)
 
 
 def test_engine_accuracy(program: Any, tmp_path: Path) -> None:
-    content = left(program("engine_accuracy"), tmp_path / "e.json", "--seeds", "2")
-    found = [(row["precision"], row["seed"]) for row in content["rows"]]
-    assert sorted(found) == [("bf16", 0), ("bf16", 1), ("fp32", 0), ("fp32", 1)]
+    content = run_small(program("engine_accuracy"), tmp_path / "e.json", "--seeds", "2")
+    runs = [(row["precision"], row["seed"]) for row in content["rows"]]
+    assert sorted(runs) == [("bf16", 0), ("bf16", 1), ("fp32", 0), ("fp32", 1)]
     by_kind = {
         kind: [row["metrics"]["AA"] for row in content["rows"] if row["precision"] == kind] for kind in ("bf16", "fp32")
     }
@@ -106,7 +97,7 @@ def test_engine_accuracy(program: Any, tmp_path: Path) -> None:
 
 
 def test_profile(program: Any, tmp_path: Path) -> None:
-    content = left(program("profile_step"), tmp_path / "s.json", "--top", "1")
+    content = run_small(program("profile_step"), tmp_path / "s.json", "--top", "1")
     assert [row["stage"] for row in content["rows"]] == ["base", "increment"]
     for row in content["rows"]:
         assert {"wall_us", "busy_us", "host_us", "launches", "kernels"} <= row.keys()
@@ -120,21 +111,21 @@ def test_dual_speed(program: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     module, methods = program("dual_speed"), importlib.import_module("incvec.methods.dual")
     plain = methods.build_dual, methods.input_of
-    content = left(module, tmp_path / "d.json", "--epochs", "3")
+    content = run_small(module, tmp_path / "d.json", "--epochs", "3")
     assert (methods.build_dual, methods.input_of) == plain
-    found = [(row["model"], row["addons"], row.get("memory")) for row in content["rows"]]
-    assert found == [("vit-b16", [], None), ("vit-b16", ["ivt"], None), ("vit-b16", ["ivt"], "host")]
+    cases = [(row["model"], row["addons"], row.get("memory")) for row in content["rows"]]
+    assert cases == [("vit-b16", [], None), ("vit-b16", ["ivt"], None), ("vit-b16", ["ivt"], "host")]
     for row in content["rows"]:
         assert {"engine", "parameters", "step_ms", "peak_gb", "reserved_gb", "notices"} <= row.keys()
         assert row["images_per_second"] > 0
         assert row["random_weights"] is True
-    assert "random_weights" not in content  # it is each row's own
+    assert "random_weights" not in content  # it is in each row
 
 
-def test_dual_speed_keeps_the_rows_before_a_failure(
+def test_dual_speed_keeps_rows_from_before_a_failure(
     program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The small pair has weights that are not random; what was measured is on the disk once it is."""
+    """Rows are written to disk at once. The weights of the small dual encoder are not random."""
     module, file = program("dual_speed"), tmp_path / "d.json"
 
     def measured(data: Any, given: dict[str, Any], device: Any) -> dict[str, Any]:
@@ -152,14 +143,14 @@ def test_dual_speed_keeps_the_rows_before_a_failure(
 
 
 def test_filters(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of five filters of a layer three have vanished; one's norm is the steepest, by hand 0.5 / sqrt(0 + 1e-5)."""
+    """Three of five filters have vanished. The largest slope of a norm is 0.5 / sqrt(0 + 1e-5)."""
     weight = torch.zeros(5, 2, 1, 1)
     weight[0, 0], weight[1, 1], weight[2, 0] = 3, -4, 0.03
     norm = {"weight": torch.tensor([1, 2, 0.5, 0, 0]), "running_var": torch.tensor([1.0, 4, 0, 0, 0])}
     tensors = {"backbone.stages.0.1.conv2.weight": weight, "head.weight": weight}
     tensors |= {f"backbone.stages.0.1.norm2.{kind}": value for kind, value in norm.items()}
     named = {f"method/model.{name}": value for name, value in tensors.items()}
-    named |= {name.replace("model", "teacher"): value for name, value in named.items()}  # its own alone are counted
+    named |= {name.replace("model", "teacher"): value for name, value in named.items()}  # the teacher is ignored
     write_tensors(tmp_path / "run" / "snapshots" / "task-03.safetensors", named, {})
     program("filters").main([str(tmp_path / "run"), "--out", str(tmp_path / "new" / "f.json")])
     (row,) = json.loads((tmp_path / "new" / "f.json").read_text())["runs"]["run"]

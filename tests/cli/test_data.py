@@ -7,20 +7,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from PIL import Image
 
-from incvec.cli import data as packing
-from incvec.cli import main as cli
+from incvec.cli import data as data_commands
 from incvec.cli.sweep import plan, sweeps
 from incvec.config import RunConfig
 from incvec.data.store.open import open_store
 from incvec.data.stream import split
 from incvec.presets import load_presets, resolve
+from tests.cli.conftest import invoke, message
 from tests.data.pictures import make_root, make_store
-
-
-def incvec_(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "100"}).invoke(cli.app, [str(a) for a in arguments], prog_name="incvec")
 
 
 def test_pack_and_check(tmp_path: Path) -> None:
@@ -28,121 +24,139 @@ def test_pack_and_check(tmp_path: Path) -> None:
     names = tmp_path / "two.txt"
     names.write_text("n00000000\nn00000002\n")
     command = ("data", "pack", root, store, "--size", "16", "--classes", names, "--workers", "1")
-    result = incvec_(*command)
+    result = invoke(*command)
     assert result.exit_code == 0, result.output
     assert "2 classes, 10 training and 4 test images" in result.stdout
     assert "14 images packed" in result.stdout
-    again = incvec_(*command)
-    assert "packed before" in again.stdout
-    report = incvec_("data", "check", store)
+    again = invoke(*command)
+    assert "already packed" in again.stdout
+    report = invoke("data", "check", store)
     assert report.exit_code == 0, report.output
     assert "the list 'two.txt@" in report.stdout
-    assert "checksums right" in report.stdout
+    assert "checksums are correct" in report.stdout
 
 
-def test_repair(tmp_path: Path) -> None:
-    root, store = make_root(tmp_path / "images"), tmp_path / "store"
-    command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
-    missing = incvec_(*command, "--repair")
-    assert missing.exit_code == 1
-    assert "does not exist" in missing.stderr
-    assert incvec_(*command).exit_code == 0
-    assert "nothing is damaged" in incvec_(*command, "--repair").stdout
-    before = (store / "train-00000.bin").read_bytes()
-    (store / "train-00000.bin").write_bytes(bytes(len(before)))
-    (store / "test-labels.bin").unlink()
-    refused = incvec_(*command)
-    assert refused.exit_code == 1
-    assert "with --repair" in refused.stderr
-    mended = incvec_(*command, "--repair")
-    assert mended.exit_code == 0, mended.output
-    assert "mended: train-00000.bin, rows 0 to 14\nmended: test-labels.bin\n2 place(s) mended" in mended.stdout
-    assert (store / "train-00000.bin").read_bytes() == before
-    assert incvec_("data", "check", store).exit_code == 0
+def test_repair_was_removed(tmp_path: Path) -> None:
+    result = invoke("data", "pack", make_root(tmp_path / "images"), tmp_path / "store", "--repair")
+    assert result.exit_code == 1
+    told = " ".join(result.stderr.split())
+    assert "--repair was removed. Remove" in told
+    assert "pack the images again" in told
+    assert "--repair" not in invoke("data", "pack", "--help").stdout
+
+
+def test_a_damaged_store_names_its_images(tmp_path: Path) -> None:
+    store = make_store(make_root(tmp_path / "images"), tmp_path / "store").root
+    (store / "train-00000.bin").write_bytes(bytes((store / "train-00000.bin").stat().st_size))
+    result = invoke("data", "check", store)
+    assert result.exit_code == 1
+    told = " ".join(result.stderr.split())
+    assert "train images 4 to 7 (classes 'n00000000' to 'n00000001')" in told
+    assert "Remove the store and pack the images again" in told
 
 
 def test_unreadable_images(tmp_path: Path) -> None:
     root, store = make_root(tmp_path / "images"), tmp_path / "store"
     (root / "train" / "n00000001" / "bad.jpg").write_text("text")
     command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
-    refused = incvec_(*command)
+    refused = invoke(*command)
     assert refused.exit_code == 1
     assert "bad.jpg" in refused.stderr
-    taken = incvec_(*command, "--unreadable", "leave-out")
+    taken = invoke(*command, "--unreadable", "leave-out")
     assert taken.exit_code == 0, taken.output
     assert "1 unreadable" in " ".join(taken.stdout.split())
-    assert "say --unreadable leave-out" in incvec_(*command, "--repair").stderr
-    assert "nothing is damaged" in incvec_(*command, "--repair", "--unreadable", "leave-out").stdout
+    assert "give --unreadable leave-out" in " ".join(invoke(*command).stderr.split())
 
 
-def test_a_place_is_told_as_it_is_written(tmp_path: Path) -> None:
-    """Brackets mean something to the library that prints."""
+def test_paths_are_printed_verbatim(tmp_path: Path) -> None:
+    """Brackets are markup in rich."""
     root, store = make_root(tmp_path / "images"), tmp_path / "st[bold]y[/]"
     (root / "train" / "n00000001" / "notes.txt").write_text("not an image")
-    result = incvec_("data", "pack", root, store, "--size", "16", "--workers", "1")
+    result = invoke("data", "pack", root, store, "--size", "16", "--workers", "1")
     assert result.exit_code == 0, result.output
     assert str(store) in result.stdout
     assert "16.1 kB at 16 x 16" in result.stdout
     assert "1 other file(s) ignored" in result.stdout
 
 
-def test_going_on_tells_of_reading_back(tmp_path: Path) -> None:
+def test_resuming_reports_the_verification(tmp_path: Path) -> None:
     root, store = make_root(tmp_path / "images"), tmp_path / "store"
     bad = root / "train" / "n00000001" / "bad.jpg"
     bad.write_text("text")
     command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
-    assert "read back" not in incvec_(*command).stdout
+    assert "verifying" not in invoke(*command).stdout
     bad.unlink()
-    again = incvec_(*command)
+    again = invoke(*command)
     assert again.exit_code == 0, again.output
-    assert "this store was broken off: what is there is read back and verified first" in again.stdout
-    assert "going on: 6 of 21 images were packed before" in again.stdout
+    assert "packing was interrupted before: verifying what is there" in again.stdout
+    assert "resuming: 6 of 21 images are packed" in again.stdout
 
 
-def test_checking_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the report, which stays as it is for programs that read it."""
+def test_check_of_class_folders(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.new("RGB", (8, 8), "red").save(tmp_path / part / name / "1.png")
+    result = invoke("data", "check", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "2" in result.stdout
+    (tmp_path / "test" / "dog" / "1.png").write_bytes(b"no image")
+    result = invoke("data", "check", tmp_path)
+    assert result.exit_code == 1
+    assert "1.png" in message(result)
+    (tmp_path / "empty").mkdir()
+    for text in (
+        invoke("data", "check", "--help").stdout,
+        message(invoke("data", "check", tmp_path / "empty")),
+        message(invoke("data", "check", tmp_path / "absent")),
+    ):
+        assert "fgvc-aircraft-2013b/" in text
+
+
+def test_checking_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On stderr, so that programs can read the report."""
     root = make_root(tmp_path / "images")
-    monkeypatch.setattr(packing, "QUIET", 0.0)
-    result = incvec_("data", "check", root)
+    monkeypatch.setattr(data_commands, "LINE_INTERVAL", 0.0)
+    result = invoke("data", "check", root)
     assert result.exit_code == 0, result.output
     assert "checking: 21 of 21 images" in result.stderr
     assert "checking:" not in result.stdout
 
 
-def test_images_that_would_be_enlarged_are_told_of(tmp_path: Path) -> None:
+def test_upscaling_is_announced(tmp_path: Path) -> None:
     root = make_root(tmp_path / "images")  # 20 to 28 pixels wide, 20 to 22 high
     (root / "train" / "n00000000" / "000.png").write_text("no image")
-    for size, told in ((20, False), (32, True)):
-        result = incvec_("data", "pack", root, tmp_path / f"{size}", "--size", size, "--workers", "1")
-        assert ("smaller (short side 21) and will be enlarged; --size 21" in result.stdout) == told
+    for size, upscaled in ((20, False), (32, True)):
+        result = invoke("data", "pack", root, tmp_path / f"{size}", "--size", size, "--workers", "1")
+        assert ("smaller (short side 21) and will be upscaled; --size 21" in result.stdout) == upscaled
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_end_it_ends_and_can_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int) -> None:
-    """Both in the same way: a message, a status, nothing half-written that is taken for whole."""
+def test_signals_stop_packing_and_it_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int) -> None:
+    """Both signals: a message, an exit status, no incomplete file that counts as complete."""
     root, store = make_root(tmp_path / "images", classes=10), tmp_path / "store"
     command = ("data", "pack", root, store, "--size", "16", "--workers", "1")
     before = signal.getsignal(signal.SIGTERM)
 
-    def kill(meter: packing.PackingMeter, done: int, total: int) -> None:
+    def kill(progress: data_commands.PackProgress, done: int, total: int) -> None:
         signal.raise_signal(sign)
 
-    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background it is ignored
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background shell
     try:
         with monkeypatch.context() as then:
-            then.setattr(packing.PackingMeter, "__call__", kill)
-            stopped = incvec_(*command)
+            then.setattr(data_commands.PackProgress, "pack", kill)
+            stopped = invoke(*command)
     finally:
-        signal.signal(signal.SIGINT, heeded)
+        signal.signal(signal.SIGINT, handler)
     assert stopped.exit_code == 130
     assert "Interrupted. Run the same command again to resume." in stopped.stderr
     assert signal.getsignal(signal.SIGTERM) is before
     assert not (store / "store.json").exists()
-    assert incvec_(*command).exit_code == 0
+    assert invoke(*command).exit_code == 0
 
 
-def test_a_missing_source_is_one_message(tmp_path: Path) -> None:
-    result = incvec_("data", "pack", tmp_path / "nowhere", tmp_path / "store")
+def test_a_missing_source_is_reported(tmp_path: Path) -> None:
+    result = invoke("data", "pack", tmp_path / "nowhere", tmp_path / "store")
     assert result.exit_code == 1
     assert "does not exist" in " ".join(result.stderr.split())
 
@@ -173,18 +187,18 @@ def test_presets_of_the_large_data_sets(method: str, dataset: str, base: int, ta
         assert config.sections["ivt"]["interval"] == 10
 
 
-def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> None:
-    """A store packed again from other images has other results; without images at hand nothing is asked."""
+def test_a_finished_run_requires_the_images_it_was_trained_on(tmp_path: Path) -> None:
+    """A store of other images is refused; without images nothing is compared."""
     stores = [
         make_store(make_root(tmp_path / str(n), classes=2, train=n, test=1), tmp_path / f"s{n}").root for n in (4, 5)
     ]
     command = ["run", "--method", "finetune", "--dataset", "packed", "--set", "finetune.net=tiny", "--tasks", "2"]
     command += ["--set", "base_classes=0", "--set", "finetune.epochs=1", "--set", "finetune.batch_size=4"]
     command += ["--out", str(tmp_path / "run"), "--data-root"]
-    assert incvec_(*command, stores[0]).exit_code == 0
+    assert invoke(*command, stores[0]).exit_code == 0
     for root in (stores[0], tmp_path / "gone"):
-        assert "already finished" in incvec_(*command, root).stdout
-    refused = incvec_(*command, stores[1])
+        assert "already finished" in invoke(*command, root).stdout
+    refused = invoke(*command, stores[1])
     assert refused.exit_code == 1
     told = " ".join(refused.stderr.split())
     given, expected = (open_store(store).fingerprint[:8] for store in reversed(stores))
@@ -197,8 +211,8 @@ def test_a_run_that_is_done_was_trained_on_the_images_given(tmp_path: Path) -> N
     ("dataset", "classes"), [("imagenet-subset", 100), ("imagenet", 1000), ("tiny-imagenet-100", 100)]
 )
 @pytest.mark.parametrize("tasks", [5, 10, 25])
-def test_every_number_of_increments_of_the_large_data_sets(method: str, dataset: str, classes: int, tasks: int) -> None:
-    """Resolved as by the command line, with IVT too, and cut into tasks that hold all classes."""
+def test_increments_of_the_large_data_sets(method: str, dataset: str, classes: int, tasks: int) -> None:
+    """Resolved as by the command line, with and without IVT; the tasks have all classes."""
     for addons in ([], ["ivt"]):
         config = resolve({"method": method, "addons": addons, "dataset": dataset, "tasks": tasks})
         assert (config.tasks, config.base_classes) == (tasks, classes // 2)
@@ -207,8 +221,8 @@ def test_every_number_of_increments_of_the_large_data_sets(method: str, dataset:
 
 
 @pytest.mark.parametrize("method", [*METHODS, "finetune", "replay", "joint"])
-def test_presets_of_ones_own_images(method: str) -> None:
-    """Those of ImageNet for a packed store; of a folder, whose images are 64 x 64, a network for such."""
+def test_presets_of_custom_images(method: str) -> None:
+    """Those of ImageNet-Subset; for a folder, whose images are 64 x 64, with a network for that size."""
     missing = {"podnet": "-podnet", "lucir": "-lucir"}.get(method, "")
     for dataset, net in (("packed", "resnet18"), ("folder", "resnet18-64")):
         own = resolve({"method": method, "dataset": dataset}).sections[method]
@@ -221,7 +235,7 @@ def test_presets_of_ones_own_images(method: str) -> None:
 
 @pytest.mark.parametrize("addon", ["ivt", "eopc"])
 @pytest.mark.parametrize("dataset", ["packed", "folder"])
-def test_addons_take_ones_own_images_as_the_subset(addon: str, dataset: str) -> None:
+def test_addon_presets_of_custom_images(addon: str, dataset: str) -> None:
     own, like = (
         resolve({"method": "podnet", "addons": [addon], "dataset": name}).sections[addon]
         for name in (dataset, "imagenet-subset")
@@ -237,10 +251,10 @@ def test_sweeps_of_the_large_data_sets() -> None:
         assert yaml.safe_load(sweeps()[name].read_text())["name"] == name
 
 
-def test_settings_that_most_runs_do_not_have_are_told_where_they_are_chosen() -> None:
+def test_data_options_are_recorded_if_they_are_set() -> None:
     plain = RunConfig(method="podnet")
     assert not {"class_list", "placement"} & set(plain.resolved())
     chosen = RunConfig(method="podnet", class_list="cmc", placement="streamed", image_size=64)
     assert chosen.resolved()["class_list"] == "cmc"
     assert chosen.resolved()["placement"] == "streamed"
-    assert chosen.data_options() == {"size": 64, "class_list": "cmc", "placement": "streamed"}
+    assert chosen.data_options() == {"image_size": 64, "class_list": "cmc", "placement": "streamed"}

@@ -11,7 +11,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
-from PIL import Image
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -76,27 +75,6 @@ def test_output_folder_must_not_be_a_file(
     result = invoke(*command)
     assert result.exit_code == 1
     assert f"file is a file; {what} needs a folder. Give another one with --out." in message(result)
-
-
-def test_data_check(tmp_path: Path) -> None:
-    for part in ("train", "test"):
-        for name in ("cat", "dog"):
-            (tmp_path / part / name).mkdir(parents=True)
-            Image.new("RGB", (8, 8), "red").save(tmp_path / part / name / "1.png")
-    result = invoke("data", "check", tmp_path)
-    assert result.exit_code == 0, result.output
-    assert "2" in result.stdout
-    (tmp_path / "test" / "dog" / "1.png").write_bytes(b"no image")
-    result = invoke("data", "check", tmp_path)
-    assert result.exit_code == 1
-    assert "1.png" in message(result)
-    (tmp_path / "empty").mkdir()
-    for told in (
-        invoke("data", "check", "--help").stdout,
-        message(invoke("data", "check", tmp_path / "empty")),
-        message(invoke("data", "check", tmp_path / "absent")),
-    ):
-        assert "fgvc-aircraft-2013b/" in told
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -99,7 +99,9 @@ def test_other_settings_in_the_same_folder_are_refused(finished: Finished) -> No
 
 def test_other_method_in_the_same_folder_is_refused_briefly(finished: Finished) -> None:
     text = message(invoke("run", "--method", "finetune", "--dataset", "digits", "--out", finished[0]))
-    assert "(method: 'podnet' -> 'finetune'; addons: ['ivt'] -> []; finetune: section added; ivt: section removed" in text
+    assert (
+        "(method: 'podnet' -> 'finetune'; addons: ['ivt'] -> []; finetune: section added; ivt: section removed" in text
+    )
     assert len(text) - len(str(finished[0])) < 400
 
 
@@ -182,7 +184,7 @@ def test_run_names() -> None:
         (["--method", "podnet", "--addon", "itv"], "unknown add-on 'itv'. Did you mean 'ivt'?"),
         (["--method", "podnet", "--dataset", "cifar10"], "Did you mean 'cifar100'?"),
         (["--method", "podnet", "--dataset", "cifar100"], "Give it with --data-root DIR or the variable INCVEC_DATA."),
-        (["--method", "podnet", "--set", "image_size=32"], "image_size is for the data sets folder, packed, imagenet"),
+        (["--method", "podnet", "--set", "image_size=32"], "has no option 'image_size'. It is an option of folder"),
         (["--method", "podnet", "--set", "podnet.epocs=1"], "unknown setting podnet.epocs. Did you mean 'epochs'?"),
         (["--method", "podnet", "--set", "sed=1"], "unknown setting 'sed'. Did you mean 'seed'?"),
         (["--method", "podnet", "--set", "zzz=1"], "unknown setting 'zzz'. Known settings: addons, base_classes"),

@@ -39,9 +39,9 @@ def test_path(runs: FinishedRuns, tmp_path: Path) -> None:
     shown = call(
         "path", runs.plain, "--ivt", runs.ivt, "--oracle", runs.oracle, "--points", 5, "--axis", "share", "-o", tmp_path
     )
-    found = written(tmp_path, "path")
+    data = written(tmp_path, "path")
     assert "barrier" in shown
-    for curve, name in zip(found["curves"], ("plain", "ivt", "oracle"), strict=True):
+    for curve, name in zip(data["curves"], ("plain", "ivt", "oracle"), strict=True):
         assert curve["name"] in shown
         last = runs.records[name]["classifiers"]["cnn"]["accuracy"][2]
         assert [values[-1] for values in curve["accuracy"]["tasks"]] == last
@@ -52,9 +52,9 @@ def test_path_options(runs: FinishedRuns, tmp_path: Path) -> None:
         "path", runs.plain, "--points", 3, "--task-from", 2, "--task-to", 3, "--images", 20,
         "--batchnorm", "recalibrate", "--start", "own", "--name", "later", "-o", tmp_path,
     )  # fmt: skip
-    found = written(tmp_path, "later")
-    assert (found["task_from"], found["task_to"], found["batchnorm"]) == (1, 2, "recalibrate")
-    assert found["curves"][0]["counts"] == [20, 20, 20]
+    data = written(tmp_path, "later")
+    assert (data["task_from"], data["task_to"], data["batchnorm"]) == (1, 2, "recalibrate")
+    assert data["curves"][0]["counts"] == [20, 20, 20]
 
 
 def test_tradeoff(runs: FinishedRuns, tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_runs_that_started_at_one_snapshot(digits: Dataset, tmp_path: Path) -> N
     assert sorted(file.name[:7] for file in (runs.plain / "snapshots").iterdir()) == ["task-01", "task-02", "task-03"]
     given = ("--ivt", runs.ivt, "--oracle", runs.oracle, "--images", 10, "-o", tmp_path)
     call("plane", runs.plain, *given, "--task", 3, "--size", 3)
-    found = written(tmp_path, "plane")
-    assert (found["task"], [start["to_origin"] for start in found["starts"]]) == (2, [0, 0, 0])
+    data = written(tmp_path, "plane")
+    assert (data["task"], [start["to_origin"] for start in data["starts"]]) == (2, [0, 0, 0])
     call("all", runs.plain, *given, "--points", 3, "--size", 3, "--name", "all")
     assert [written(tmp_path, "all-path")[key] for key in ("task_from", "task_to")] == [1, 3]
     assert [panel["task_to"] for panel in written(tmp_path, "all-tradeoff")["panels"]] == [2, 3]
@@ -145,10 +145,10 @@ def test_out_that_is_a_file_is_refused(runs: FinishedRuns, tmp_path: Path) -> No
 
 
 def test_damaged_snapshot_must_be_trained_again(runs: FinishedRuns, tmp_path: Path) -> None:
-    whole = (runs.plain / "snapshots" / "task-00.safetensors").read_bytes()
+    content = (runs.plain / "snapshots" / "task-00.safetensors").read_bytes()
     (tmp_path / "run" / "snapshots").mkdir(parents=True)
     file = tmp_path / "run" / "snapshots" / "task-00.safetensors"
-    for damaged in (whole[:100], whole[:-1] + bytes([whole[-1] ^ 1])):
+    for damaged in (content[:100], content[:-1] + bytes([content[-1] ^ 1])):
         file.write_bytes(damaged)
         message = refused("path", tmp_path / "run")
         assert f"move {tmp_path / 'run'} away, and train it again" in message
@@ -181,8 +181,8 @@ def refused(*words: Any) -> str:
 
 
 def test_all_takes_any_addon(runs: FinishedRuns, digits: Dataset, tmp_path: Path) -> None:
-    own = {"podnet": {"epochs": 1, "batch_size": 64}, "seed": 3, "base_classes": 6}
-    finish(make_run(digits, tmp_path / "eopc", quick("podnet", "eopc", **own)))
+    settings = {"podnet": {"epochs": 1, "batch_size": 64}, "seed": 3, "base_classes": 6}
+    finish(make_run(digits, tmp_path / "eopc", quick("podnet", "eopc", **settings)))
     given = ("--points", 2, "--size", 2, "--images", 5, "-o", tmp_path)
     call("all", runs.plain, "--ivt", tmp_path / "eopc", "--oracle", runs.oracle, *given)
     names = [curve["name"] for curve in written(tmp_path, "path")["curves"]]

@@ -216,12 +216,13 @@ def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Pat
     in_the_name = {"method", "addons", "dataset", "tasks", "seed", "oracle"}
     assert set(values) == set(RunConfig.model_fields) - in_the_name - {"sections"}
     file = tmp_path / "mine.yaml"
-    file.write_text("runs: [{method: finetune}]")
     for key, value in values.items():
+        dataset = "packed" if key in ("image_size", "class_list", "placement") else "digits"
+        file.write_text(f"runs: [{{method: finetune, dataset: {dataset}}}]")
         text = io.StringIO()
         console = Console(file=text, width=500)
         run_sweep(str(file), tmp_path, settings=[f"{key}={value}"], console=console, dry_run=True)
-        assert re.match(r"to do    digits-finetune-3-s0-[0-9a-f]{8}  ", text.getvalue()), key
+        assert re.match(rf"to do    {dataset}-finetune-\d-s0-[0-9a-f]{{8}}  ", text.getvalue()), key
         assert f"{key} {value}" in text.getvalue() or f" {key}={value}" in text.getvalue()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -14,7 +15,7 @@ from incvec.data.store.write import pack
 
 
 def photo(seed: int, width: int, height: int) -> Image.Image:
-    """Something like a photograph: blotches, edges and fine grain at once."""
+    """Like a photograph: low and high frequencies, and an edge."""
     draw = np.random.default_rng(seed)
     total = np.zeros((height, width, 3))
     for cells in (3, 9, 27):
@@ -24,14 +25,14 @@ def photo(seed: int, width: int, height: int) -> Image.Image:
     return Image.fromarray((total + draw.normal(0, 12, total.shape)).clip(0, 255).astype(np.uint8))
 
 
-def save(image: Image.Image, path: Path, **options: object) -> Path:
+def save(image: Image.Image, path: Path, **options: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, **options)
     return path
 
 
 def make_root(root: Path, classes: int = 3, train: int = 5, test: int = 2, side: int = 20) -> Path:
-    """train/ and val/ of classes n00000000, n00000001, ...; no two images alike."""
+    """train/ and val/ with the classes n00000000, n00000001, ...; all images differ."""
     for part, count in (("train", train), ("val", test)):
         for label in range(classes):
             for i in range(count):
@@ -41,9 +42,9 @@ def make_root(root: Path, classes: int = 3, train: int = 5, test: int = 2, side:
     return root
 
 
-def make_store(source: Path, store: Path, side: int = 16, chosen: ClassList | None = None, **options: object) -> Store:
+def make_store(source: Path, store: Path, side: int = 16, class_list: ClassList | None = None, **options: Any) -> Store:
     options = {"workers": 1, "chunk_rows": 4} | options
-    return pack(list_images(source, chosen=chosen), store, side, **options)
+    return pack(list_images(source, class_list=class_list), store, side, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,20 +1,25 @@
-"""Digits, the registry, and what a data set must be."""
+"""Digits, the registry, options, and the requirements on a data set."""
+
+from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from pydantic import Field
 
-from incvec.data import datasets
+from incvec.data import DATASETS, DatasetEntry, DatasetOptions, load_dataset
 from incvec.data.dataset import Dataset
 from incvec.errors import ConfigError, DataError, IncvecError, nearest
 
 
-def test_digits_are_the_embedded_ones():
+def test_digits_are_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 
-    data = datasets.load_dataset("digits")
+    data = load_dataset("digits")
     original = load_digits()
     assert data.image_shape == (1, 8, 8)
     assert data.n_classes == 10
@@ -36,44 +41,88 @@ def test_digits_are_the_embedded_ones():
     pixels = data.train_images.double() / 255
     assert abs(pixels.mean().item() - mean) < 1e-4
     assert abs(pixels.std().item() - std) < 1e-4
-    assert data.fingerprint == datasets.load_dataset("digits").fingerprint
+    assert data.fingerprint == load_dataset("digits").fingerprint
 
 
-def test_registry_names_summaries_and_sources():
+def test_every_entry_has_a_summary_and_a_source() -> None:
     ours = {"cifar100", "digits", "folder", "imagenet", "imagenet-subset", "packed", "tiny-imagenet-100"}
-    assert ours <= set(datasets.DATASETS)
-    for summary, source in datasets.DATASETS.values():
-        assert summary
-        assert "https://" in source
+    assert ours <= set(DATASETS)
+    for entry in DATASETS.values():
+        assert entry.summary
+        assert "https://" in entry.source
 
 
-def test_unknown_names_are_answered_with_the_nearest():
+def test_unknown_names_suggest_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cifar100'"):
-        datasets.load_dataset("cifar10O")
+        load_dataset("cifar10O")
     with pytest.raises(ConfigError, match="Did you mean 'default'"):
-        datasets.load_dataset("digits").normalization("defualt")
-    with pytest.raises(ConfigError, match="image_size is for the data sets folder, packed, imagenet-subset"):
-        datasets.load_dataset("digits", size=32)
-    with pytest.raises(ConfigError, match="test_every is for the data set 'folder'"):
-        datasets.load_dataset("digits", test_every=3)
-    with pytest.raises(ConfigError, match="never downloaded"):
-        datasets.load_dataset("digits", download=True)
+        load_dataset("digits").normalization("defualt")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digits", {"image_size": 32}, "'digits' has no option 'image_size'. It is an option of folder, imagenet"),
+        ("digits", {"test_every": 3}, "no option 'test_every'. It is an option of folder. Its options: held_out"),
+        ("cifar100", {"placement": "streamed"}, "no option 'placement'. It is an option of imagenet-subset"),
+        (
+            "imagenet",
+            {"class_list": "cmc"},
+            "'imagenet' has no option 'class_list'. It is an option of imagenet-subset",
+        ),
+        ("packed", {"test_every": 3}, "'packed' has no option 'test_every'"),
+        ("folder", {"image_sizes": 8}, "no option 'image_sizes'. Did you mean 'image_size'"),
+        ("folder", {"size": 8}, "the option 'size' is now called 'image_size'"),
+        ("packed", {"placement": "disk"}, "packed.placement = 'disk' is not possible"),
+        ("digits", {"held_out": 1}, "digits.held_out = 1 is not possible"),
+        ("digits", {"download": True}, "'digits' is never downloaded; only 'cifar100' can be"),
+    ],
+)
+def test_options_are_refused_before_data_is_read(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_dataset(name, "/nowhere", **options)
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    from incvec.registry import register_dataset
+
+    class ToyOptions(DatasetOptions):
+        classes: int = Field(2, ge=2)
+
+    def load(root: object, options: ToyOptions) -> Dataset:
+        return make(class_names=("a", "b"), about={"root": root, "classes": options.classes})
+
+    register_dataset("toy", DatasetEntry("a data set of another package", "https://example.org", load, ToyOptions))
+    yield "toy"
+    del DATASETS["toy"]
+
+
+def test_other_packages_register_data_sets(registered: str) -> None:
+    assert load_dataset(registered, "there", classes=3).about == {"root": "there", "classes": 3}
+    with pytest.raises(ConfigError, match=r"toy.classes = 1 is not possible"):
+        load_dataset(registered, classes=1)
+    from incvec.presets import resolve
+
+    assert resolve({"method": "finetune", "dataset": registered, "held_out": 3}).data_options() == {"held_out": 3}
+    with pytest.raises(ConfigError, match="'toy' has no option 'image_size'"):
+        resolve({"method": "finetune", "dataset": registered, "image_size": 32})
 
 
 @pytest.mark.parametrize("name", ["aircraft", "cifar100", "folder", "imagenet-subset", "packed"])
-def test_without_a_data_root_it_is_told_how_to_give_one(name):
+def test_a_missing_data_root_is_explained(name: str) -> None:
     with pytest.raises(DataError, match=r"needs a data root: .* --data-root DIR or the variable INCVEC_DATA"):
-        datasets.load_dataset(name)
+        load_dataset(name)
 
 
-def test_nearest():
+def test_nearest() -> None:
     assert nearest("PODnet", ["finetune", "podnet"]) == " Did you mean 'podnet'?"
     assert nearest("xyz", ["finetune", "podnet"]) == ""
     assert nearest("lucirr", ["LUCIR"]) == " Did you mean 'LUCIR'?"
     assert issubclass(DataError, IncvecError)
 
 
-def make(**changes):
+def make(**changes: Any) -> Dataset:
     parts = {
         "name": "toy",
         "train_images": torch.zeros(4, 3, 2, 2, dtype=torch.uint8),
@@ -93,7 +142,7 @@ def make(**changes):
     ("changes", "message"),
     [
         ({"train_images": torch.zeros(4, 3, 2, 2)}, "uint8"),
-        ({"train_labels": torch.tensor([0, 1, 0])}, "one for each image"),
+        ({"train_labels": torch.tensor([0, 1, 0])}, "one per image"),
         ({"train_labels": torch.tensor([0, 1, 0, 2])}, "0 to 2"),
         ({"train_labels": torch.tensor([0, 0, 0, 0])}, "class 'b' has no train image"),
         ({"test_labels": torch.tensor([1, 1])}, "class 'a' has no test image"),
@@ -101,25 +150,25 @@ def make(**changes):
         ({"normalizations": {}}, "default"),
     ],
 )
-def test_inconsistent_data_sets_are_refused(changes, message):
+def test_inconsistent_data_sets_are_refused(changes: dict[str, Any], message: str) -> None:
     assert make().image_shape == (3, 2, 2)
     with pytest.raises(DataError, match=message):
         make(**changes)
 
 
-def test_importing_the_room_brings_in_no_heavy_optional_package():
+def test_importing_the_package_does_not_import_optional_ones() -> None:
     code = "import sys, incvec.data; print(sorted({'sklearn', 'torchvision'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_held_out_images_are_neither_trained_on_nor_test_images() -> None:
-    whole, part = datasets.load_dataset("digits"), datasets.load_dataset("digits", held_out=4)
+def test_held_out_images_replace_the_test_images() -> None:
+    whole, part = load_dataset("digits"), load_dataset("digits", held_out=4)
     assert len(part.train_labels) + len(part.test_labels) == len(whole.train_labels)
     assert part.fingerprint != whole.fingerprint
     for label in range(10):
         images = whole.train_images[whole.train_labels == label]
         rows = range(len(images))
-        kept, aside = ([i for i in rows if (i % 4 == 3) is which] for which in (False, True))
-        assert torch.equal(part.train_images[part.train_labels == label], images[kept])
-        assert torch.equal(part.test_images[part.test_labels == label], images[aside])
+        trained, held_out = ([i for i in rows if (i % 4 == 3) is which] for which in (False, True))
+        assert torch.equal(part.train_images[part.train_labels == label], images[trained])
+        assert torch.equal(part.test_images[part.test_labels == label], images[held_out])

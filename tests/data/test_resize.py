@@ -1,14 +1,18 @@
-"""Resized crops on the device are those of torchvision; each sample has its own draws."""
+"""Resizing of tensors and the views of large images agree with torch, torchvision and Pillow."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from incvec.data.resize import ResizedViews, resized_boxes, resizing
-from incvec.data.views import DRAWING, NAMES, draw_boxes
+from incvec.data.augment import draw_boxes
+from incvec.data.resize import resize_boxes, resize_matrix, resize_on_device
+from incvec.data.views import NAMES, RANDOM, ResizedViews, Views
 from incvec.errors import ConfigError
 from tests.data.pictures import photo
 
@@ -16,83 +20,84 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BOXES = [(0, 0, 96, 96), (3, 11, 70, 40), (20, 5, 9, 85), (60, 60, 12, 12), (0, 95, 96, 1), (1, 2, 33, 47)]
 
 
-def pictures(count, side=96):
+def photos(count: int, side: int = 96) -> torch.Tensor:
     return torch.stack([v2.functional.pil_to_tensor(photo(seed, side, side)) for seed in range(count)])
 
 
-def columns(boxes):
+def columns(boxes: list[tuple[int, int, int, int]]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.tensor(boxes, dtype=torch.float32).unbind(1))
 
 
-def seeded(seed=0):
+def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (40, 61), (75, 48), (30, 24), (24, 24)])
+def test_images_are_resized_on_the_device_as_in_torchvision(height: int, width: int) -> None:
+    images = torch.stack([v2.functional.pil_to_tensor(photo(seed, width, height)) for seed in range(2)])
+    resized = resize_on_device(images, 24, 3)
+    assert resized.dtype == torch.uint8
+    assert resized.shape == (2, 3, 24, 24)
+    bicubic = {"interpolation": v2.InterpolationMode.BICUBIC, "antialias": True}
+    theirs = tv.center_crop(tv.resize(images, [24], **bicubic), [24, 24])
+    assert (resized.int() - theirs.int()).abs().max() <= 1  # torchvision resizes bytes in integers on a CPU
+    image = Image.fromarray(images[0].permute(1, 2, 0).numpy())
+    by_pillow = np.asarray(tv.center_crop(tv.resize(image, [24], **bicubic), [24, 24])).astype(int)
+    assert np.abs(resized[0].permute(1, 2, 0).numpy().astype(int) - by_pillow).max() <= 1
+
+
+def test_gray_images_get_the_channels_of_the_network() -> None:
+    resized = resize_on_device(photos(2, 8)[:, :1], 16, 3)
+    assert resized.shape == (2, 3, 16, 16)
+    assert torch.equal(resized[:, 0], resized[:, 2])
+
+
+def test_views_of_another_size_resize_first() -> None:
+    views = Views(4, True, 0.0, MEAN, STD, size=24).to("cpu")
+    images = photos(2, 40)[:, :, :, :37]
+    seen = views("test", images)
+    expected = (resize_on_device(images, 24, 3)[1, 2].float() / 255 - MEAN[2]) / STD[2]
+    torch.testing.assert_close(seen[1, 2], expected)
+    assert views("train", images, seeded()).shape == seen.shape == (2, 3, 24, 24)
+
+
 @pytest.mark.parametrize("out", [16, 32, 80])
-def test_boxes_are_resized_as_torch_does_with_antialiasing(out):
-    images = pictures(len(BOXES))
-    mine = resized_boxes(images, columns(BOXES), out)
+def test_boxes_are_resized_as_in_torch_with_antialiasing(out: int) -> None:
+    images = photos(len(BOXES))
+    mine = resize_boxes(images, columns(BOXES), out)
     for image, seen, (top, left, height, width) in zip(images, mine, BOXES, strict=True):
         box = image[None, :, top : top + height, left : left + width].float()
         theirs = F.interpolate(box, (out, out), mode="bilinear", antialias=True, align_corners=False)
         assert torch.allclose(seen, theirs[0], atol=2e-2)  # of 255
 
 
-def test_boxes_are_resized_as_torchvision_does_with_pillow():
-    """Pillow rounds to 8 bits after each of its two passes: a level at most, half of one on average at most."""
-    images = pictures(len(BOXES))
-    mine = resized_boxes(images, columns(BOXES), 32)
-    for seed, (seen, (top, left, height, width)) in enumerate(zip(mine, BOXES, strict=True)):
-        theirs = tv.pil_to_tensor(tv.resized_crop(photo(seed, 96, 96), top, left, height, width, [32, 32]))
-        assert (seen - theirs).abs().max() <= 1.5
-        assert (seen - theirs).abs().mean() <= 0.5
-
-
-def test_without_antialiasing_the_test_above_would_fail():
-    image = pictures(1)
-    mine = resized_boxes(image, columns([(0, 0, 96, 96)]), 16)
+def test_boxes_are_antialiased() -> None:
+    image = photos(1)
+    mine = resize_boxes(image, columns([(0, 0, 96, 96)]), 16)
     plain = F.interpolate(image.float(), (16, 16), mode="bilinear", align_corners=False)
     assert (mine - plain).abs().max() > 10
 
 
-def test_weights_sum_to_one_and_stay_in_the_box():
-    weights = resizing(torch.tensor([5.0, 0.0]), torch.tensor([9.0, 20.0]), 20, 6)
+def test_weights_sum_to_one_and_stay_in_the_box() -> None:
+    weights = resize_matrix(torch.tensor([5.0, 0.0]), torch.tensor([9.0, 20.0]), 20, 6)
     assert weights.shape == (2, 6, 20)
     assert torch.allclose(weights.sum(2), torch.ones(2, 6))
     assert weights[0, :, :5].abs().max() == weights[0, :, 14:].abs().max() == 0
-    whole = resizing(torch.tensor([0.0]), torch.tensor([7.0]), 7, 7)
+    whole = resize_matrix(torch.tensor([0.0]), torch.tensor([7.0]), 7, 7)
     assert torch.allclose(whole[0], torch.eye(7), atol=1e-6)
 
 
-def test_mirroring_is_part_of_the_weights():
-    images = pictures(2)
+def test_flips_are_part_of_the_weights() -> None:
+    images = photos(2)
     boxes = columns(BOXES[:2])
-    mirrored = resized_boxes(images, boxes, 24, torch.tensor([True, False]))
-    plain = resized_boxes(images, boxes, 24)
-    assert torch.allclose(mirrored[0], plain[0].flip(-1), atol=1e-3)
-    assert torch.allclose(mirrored[1], plain[1], atol=1e-3)
+    flipped = resize_boxes(images, boxes, 24, torch.tensor([True, False]))
+    plain = resize_boxes(images, boxes, 24)
+    assert torch.allclose(flipped[0], plain[0].flip(-1), atol=1e-3)
+    assert torch.allclose(flipped[1], plain[1], atol=1e-3)
 
 
-def test_the_train_view_is_its_draws_applied():
-    images = pictures(6)
-    views = ResizedViews(96, 40, True, 0.3, MEAN, STD)
-    seen = views("train", images, seeded(3))
-    draws = seeded(3)
-    boxes = draw_boxes(images, draws, scale=(0.08, 1.0))
-    mirrored = torch.rand(6, generator=draws) < 0.5
-    factor = 0.7 + 0.6 * torch.rand(6, generator=draws)
-    assert 0 < mirrored.sum() < 6
-    for i in range(6):
-        top, left, height, width = (int(edge[i]) for edge in boxes)
-        box = images[i : i + 1, :, top : top + height, left : left + width].float()
-        expected = F.interpolate(box, (40, 40), mode="bilinear", antialias=True)[0] / 255
-        expected = expected.flip(-1) if mirrored[i] else expected
-        expected = (expected * factor[i]).clamp(0, 1)
-        assert torch.allclose(seen[i], tv.normalize(expected, MEAN, STD), atol=2e-3)
-
-
-def test_boxes_have_torchvisions_law():
-    """Shares of the area and aspects of many draws, beside torchvision's own."""
+def test_boxes_have_torchvisions_distribution() -> None:
+    """Area fractions and aspect ratios of many draws."""
     count = 4000
     image = torch.zeros(1, 3, 256, 256, dtype=torch.uint8)
     _, _, height, width = draw_boxes(image.expand(count, 3, 256, 256), seeded(1), scale=(0.08, 1.0))
@@ -107,19 +112,8 @@ def test_boxes_have_torchvisions_law():
         assert abs(a.std() - b.std()) < 0.02
 
 
-def test_the_test_view_is_torchvisions_resize_and_centre_crop():
-    """Stored at 256, seen at 224: the very pixels."""
-    from incvec.data.decode import fitted
-
-    picture = photo(4, 400, 300)
-    stored = torch.from_numpy(fitted(torch.from_numpy(np.array(picture)), 256).copy())[None]
-    seen = ResizedViews(256, 224, True, 0.0, MEAN, STD)("test", stored)
-    pixels = v2.Compose([v2.ToImage(), v2.Resize(256), v2.CenterCrop(224), v2.ToDtype(torch.float32, scale=True)])
-    assert torch.allclose(seen[0], tv.normalize(pixels(picture), MEAN, STD), atol=1e-5)
-
-
-def test_smaller_test_views_show_as_much_of_the_image():
-    images = pictures(2, 64)
+def test_smaller_test_views_show_as_much_of_the_image() -> None:
+    images = photos(2, 64)
     views = ResizedViews(64, 28, True, 0.0, MEAN, STD)
     expected = F.interpolate(images[:, :, 4:60, 4:60].float() / 255, (28, 28), mode="bilinear", antialias=True)
     assert torch.allclose(views("raw", images), expected, atol=1e-4)
@@ -130,8 +124,8 @@ def test_smaller_test_views_show_as_much_of_the_image():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_view_has_the_networks_size_and_leaves_images_alone(name):
-    images = pictures(3, 48)
+def test_every_view_has_the_input_size_and_does_not_modify_images(name: str) -> None:
+    images = photos(3, 48)
     before = images.clone()
     views = ResizedViews(48, 32, True, 0.2, MEAN, STD).to("cpu")
     seen = views(name, images, seeded())
@@ -139,24 +133,24 @@ def test_every_view_has_the_networks_size_and_leaves_images_alone(name):
     assert seen.dtype == torch.float32
     assert torch.equal(images, before)
     assert torch.equal(seen, views(name, images, seeded()))
-    assert torch.equal(seen, views(name, images, seeded(1))) == (name not in DRAWING)
+    assert torch.equal(seen, views(name, images, seeded(1))) == (name not in RANDOM)
 
 
-def test_views_stay_exact_under_mixed_precision():
-    images = pictures(2, 48)
+def test_views_stay_exact_under_mixed_precision() -> None:
+    images = photos(2, 48)
     views = ResizedViews(48, 32, True, 0.2, MEAN, STD)
     plain = views("train", images, seeded())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(views("train", images, seeded()), plain)
 
 
-def test_channels_last_and_refusals():
+def test_channels_last_and_errors() -> None:
     views = ResizedViews(48, 32, True, 0.2, MEAN, STD)
     views.channels_last = True
-    assert views("train", pictures(2, 48), seeded()).is_contiguous(memory_format=torch.channels_last)
+    assert views("train", photos(2, 48), seeded()).is_contiguous(memory_format=torch.channels_last)
     with pytest.raises(ConfigError, match="stored with 48"):
         ResizedViews(48, 64, True, 0.0, MEAN, STD)
     with pytest.raises(ConfigError, match="Did you mean 'train'"):
-        views("trian", pictures(1, 48), seeded())
+        views("trian", photos(1, 48), seeded())
     with pytest.raises(ValueError, match="needs a generator"):
-        views("strong", pictures(1, 48))
+        views("strong", photos(1, 48))

@@ -1,4 +1,8 @@
-"""Herding, k-means and class means against plain loops over one class at a time."""
+"""Herding, k-means and class means compared with plain loops over one class at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,9 +14,12 @@ from incvec.data import select
 from incvec.data.select import class_means, herd, herd_greedy, kmeans
 from incvec.errors import DataError, TrainingError
 
+Choose = Callable[[torch.Tensor, torch.Tensor, object, int], torch.Tensor]
+Plain = Callable[..., list[int]]
+
 
 def herd_one_class(features: np.ndarray, m: int, limit: int = 1000) -> list[int]:
-    """iCaRL's loop, in numpy; whoever is still missing after 1,000 rounds is the best of the rest."""
+    """iCaRL's loop, in numpy; rows still missing after 1,000 iterations are the best of the rest."""
     d = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     mu = d.mean(0)
     w, chosen = mu.copy(), []
@@ -49,72 +56,50 @@ def uneven_classes(seed: int, d: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     return centers[labels] + 0.7 * torch.randn(49, d, generator=generator), labels
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 64])
-@pytest.mark.parametrize(("fast", "plain"), [(herd, herd_one_class), (herd_greedy, greedy_one_class)])
-def test_herding_equals_the_plain_loop(monkeypatch, fast, plain, chunk):
-    monkeypatch.setattr(select, "CHUNK", chunk)
+def assert_equals_plain_loop(
+    fast: Choose, plain: Plain, m: int, d: int = 5, zeros: bool = False, limit: int | None = None
+) -> None:
+    options = {} if limit is None else {"limit": limit}
     for seed in range(20):
-        features, labels = uneven_classes(seed)
+        features, labels = uneven_classes(seed, d)
+        if zeros:
+            features[::9] = 0
         classes = [2, 0, 1]
-        chosen = fast(features, labels, classes, 6)
-        assert chosen.shape == (3, 6)
+        chosen = fast(features, labels, classes, m)
+        assert chosen.shape == (3, m)
         for row, c in zip(chosen.tolist(), classes, strict=True):
             positions = torch.nonzero(labels == c).flatten().numpy()
-            expected = plain(features[positions].double().numpy(), 6)
-            assert row == positions[expected].tolist()
+            assert row == positions[plain(features[positions].double().numpy(), m, **options)].tolist()
 
 
-def test_herding_meets_repeated_argmaxes():
-    """In few dimensions the best row comes up again; the plain loop above must have had to skip it somewhere."""
-    skipped = 0
-    for seed in range(20):
-        features, labels = uneven_classes(seed, d=2)
-        chosen = herd(features, labels, [1], 10)[0].tolist()
-        positions = torch.nonzero(labels == 1).flatten()
-        d = torch.nn.functional.normalize(features[positions].double(), dim=1)
-        assert chosen == positions[herd_one_class(features[positions].double().numpy(), 10)].tolist()
-        w, seen = d.mean(0), []
-        for _ in range(10):
-            j = int((d @ w).argmax())
-            skipped += j in seen
-            seen.append(j)
-            w = w + d.mean(0) - d[j]
-    assert skipped > 0
+@pytest.mark.parametrize(("fast", "plain"), [(herd, herd_one_class), (herd_greedy, greedy_one_class)])
+def test_herding_equals_the_plain_loop(monkeypatch: pytest.MonkeyPatch, fast: Choose, plain: Plain) -> None:
+    """In two dimensions the best row repeats and has to be skipped; zero features stay zero after normalization."""
+    for chunk in (1, 2, 64):
+        monkeypatch.setattr(select, "CHUNK", chunk)
+        assert_equals_plain_loop(fast, plain, 6)
+    assert_equals_plain_loop(fast, plain, 7, d=2)
+    assert_equals_plain_loop(fast, plain, 6, zeros=True)
 
 
-def test_rows_the_iteration_never_reaches_fill_up_in_order():
-    """Identical features: the argmax is the first row for ever."""
+@pytest.mark.parametrize("limit", [1, 3, 8])
+def test_the_limit_of_iterations_is_obeyed(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """After the limit, rows are the best not yet chosen, even with negative scores."""
+    monkeypatch.setattr(select, "HERDING_LIMIT", limit)
+    assert_equals_plain_loop(herd, herd_one_class, 7, d=2, limit=limit)
+
+
+def test_rows_that_are_never_the_argmax_are_added_in_order() -> None:
+    """Identical features: the argmax is always the first row."""
     features = torch.ones(6, 3)
     labels = torch.tensor([1, 0, 1, 1, 0, 1])
     assert herd(features, labels, [1], 3).tolist() == [[0, 2, 3]]
     assert herd(features, labels, [1, 0], 2).tolist() == [[0, 2], [1, 4]]
 
 
-@pytest.mark.parametrize("limit", [1, 3, 8])
-def test_the_limit_of_iterations_counts(monkeypatch, limit):
-    """Past the limit, choices come from the filling-up rule, down to rows that point away from w."""
-    monkeypatch.setattr(select, "HERDING_LIMIT", limit)
-    for seed in range(10):
-        features, labels = uneven_classes(seed, d=2)
-        for c, row in enumerate(herd(features, labels, range(3), 7).tolist()):
-            positions = torch.nonzero(labels == c).flatten().numpy()
-            assert row == positions[herd_one_class(features[positions].double().numpy(), 7, limit)].tolist()
-
-
-@pytest.mark.parametrize(("fast", "plain"), [(herd, herd_one_class), (herd_greedy, greedy_one_class)])
-def test_features_of_zeros_stay_zeros(fast, plain):
-    """Dead samples have no direction, so their length counts in the greedy form."""
-    for seed in range(20):
-        features, labels = uneven_classes(seed)
-        features[::9] = 0
-        for c, row in enumerate(fast(features, labels, range(3), 6).tolist()):
-            positions = torch.nonzero(labels == c).flatten().numpy()
-            assert row == positions[plain(features[positions].double().numpy(), 6)].tolist()
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 7))
-def test_herded_rows_are_distinct_and_of_their_class(seed, m):
+def test_herded_rows_are_distinct_and_belong_to_their_class(seed: int, m: int) -> None:
     features, labels = uneven_classes(seed)
     for choose in (herd, herd_greedy):
         chosen = choose(features, labels, range(3), m)
@@ -122,14 +107,14 @@ def test_herded_rows_are_distinct_and_of_their_class(seed, m):
         assert all(len(set(row)) == m for row in chosen.tolist())
 
 
-def test_a_longer_choice_begins_with_the_shorter_one():
+def test_a_longer_selection_begins_with_the_shorter_one() -> None:
     features, labels = uneven_classes(4)
     for choose in (herd, herd_greedy):
         assert torch.equal(choose(features, labels, [1, 2], 9)[:, :4], choose(features, labels, [1, 2], 4))
 
 
 @pytest.mark.parametrize("choose", [herd, herd_greedy])
-def test_fewer_images_than_exemplars_are_refused_by_name(choose):
+def test_fewer_images_than_exemplars_are_refused(choose: Choose) -> None:
     features, labels = uneven_classes(0)
     with pytest.raises(DataError, match=r"class 0 has 7 image\(s\), 8 are needed"):
         choose(features, labels, [2, 0], 8)
@@ -139,14 +124,14 @@ def test_fewer_images_than_exemplars_are_refused_by_name(choose):
     assert choose(features, labels, [0, 1], 0).shape == (2, 0)
 
 
-def test_features_that_are_not_finite_are_refused():
+def test_non_finite_features_are_refused() -> None:
     features, labels = uneven_classes(0)
     features[3, 1] = torch.nan
     with pytest.raises(TrainingError, match="not finite"):
         herd(features, labels, [0], 2)
 
 
-def test_class_means():
+def test_class_means() -> None:
     features, labels = uneven_classes(1)
     means = class_means(features, labels, 3)
     assert means.dtype == features.dtype
@@ -167,7 +152,7 @@ def inertia(points: np.ndarray, centers: np.ndarray) -> float:
     return float(((points[:, None] - centers[None]) ** 2).sum(2).min(1).sum())
 
 
-def test_kmeans_finds_clusters_that_are_there():
+def test_kmeans_finds_separated_clusters() -> None:
     generator = torch.Generator().manual_seed(0)
     truth = 10 * torch.randn(3, 4, 6, generator=generator)
     points = (truth[:, :, None] + 0.01 * torch.randn(3, 4, 15, 6, generator=generator)).flatten(1, 2)
@@ -178,7 +163,7 @@ def test_kmeans_finds_clusters_that_are_there():
     assert (distance.argmin(2).sort(1).values == torch.arange(4)).all()
 
 
-def test_kmeans_ends_in_a_fixed_point_as_good_as_sklearns():
+def test_kmeans_converges_to_an_inertia_like_sklearns() -> None:
     from sklearn.cluster import KMeans
 
     points = torch.randn(2, 60, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -189,8 +174,8 @@ def test_kmeans_ends_in_a_fixed_point_as_good_as_sklearns():
         assert inertia(x, c) <= theirs.inertia_ * 1.03
 
 
-def test_kmeans_starts_are_drawn_by_squared_distance():
-    """Points 0, 1 and 3 on a line, a pair of centers drawn: the second in proportion to its squared distance."""
+def test_kmeans_plus_plus_draws_by_squared_distance() -> None:
+    """Points 0, 1 and 3 on a line: the second center is drawn in proportion to its squared distance."""
     points = torch.tensor([[[0.0], [1.0], [3.0]]]).expand(6000, 3, 1)
     starts = kmeans(points, 2, torch.Generator().manual_seed(0), restarts=1, iterations=0)[:, :, 0]
     for first, second, share in ((0, 3, 9 / 10), (1, 3, 4 / 5), (3, 0, 9 / 13)):
@@ -199,7 +184,7 @@ def test_kmeans_starts_are_drawn_by_squared_distance():
         assert abs((rows[:, 1] == second).float().mean() - share) < 0.035
 
 
-def test_kmeans_keeps_the_best_restart():
+def test_kmeans_returns_the_best_restart() -> None:
     points = torch.randn(1, 80, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     one = [
         inertia(points[0].numpy(), kmeans(points, 8, torch.Generator().manual_seed(s), restarts=1)[0].numpy())
@@ -210,7 +195,7 @@ def test_kmeans_keeps_the_best_restart():
     assert many <= min(one) * 1.01
 
 
-def test_kmeans_is_deterministic_and_draws_from_its_generator_only():
+def test_kmeans_depends_on_its_generator_alone() -> None:
     points = torch.randn(2, 30, 3, generator=torch.Generator().manual_seed(4))
     before = torch.get_rng_state()
     a, b, c = (kmeans(points, 6, torch.Generator().manual_seed(s), restarts=1) for s in (7, 7, 8))
@@ -220,7 +205,7 @@ def test_kmeans_is_deterministic_and_draws_from_its_generator_only():
     assert a.dtype == points.dtype
 
 
-def test_kmeans_ignores_masked_points():
+def test_kmeans_ignores_masked_points() -> None:
     generator = torch.Generator().manual_seed(5)
     points = torch.randn(2, 20, 3, generator=generator, dtype=torch.float64)
     mask = torch.arange(20) < torch.tensor([[12], [20]])
@@ -233,7 +218,7 @@ def test_kmeans_ignores_masked_points():
     assert np.isclose(inertia(x, masked[0].numpy()), inertia(x, alone[0].numpy()))
 
 
-def test_kmeans_with_fewer_different_points_than_centers():
+def test_kmeans_with_fewer_different_points_than_centers() -> None:
     points = torch.tensor([[[0.0, 0.0], [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]])
     centers = kmeans(points, 3, torch.Generator().manual_seed(0))[0]
     assert {tuple(c) for c in centers.tolist()} == {(0.0, 0.0), (3.0, 4.0)}

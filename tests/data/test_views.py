@@ -1,4 +1,6 @@
-"""Views against plain per-sample operations and torchvision's own functions."""
+"""Views compared with plain per-sample operations and with torchvision."""
+
+from __future__ import annotations
 
 import math
 
@@ -7,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torchvision.transforms import functional as tv
 
-from incvec.data import views as v
-from incvec.data.views import Views
+from incvec.data import augment
+from incvec.data.views import NAMES, Views
 from incvec.errors import ConfigError
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
@@ -23,12 +25,12 @@ def pictures(b: int, c: int = 3, h: int = 6, w: int = 6) -> torch.Tensor:
 
 
 def crop(images: torch.Tensor, pad: int, generator: torch.Generator) -> torch.Tensor:
-    """What `Views` does with images that are not mirrored: zero padding on all sides, then a random crop."""
-    top, left = v._offsets(images, pad, generator)
-    return v.window(images, top, left, torch.zeros_like(top, dtype=torch.bool))
+    """Zero padding on all sides, then a random crop."""
+    top, left = augment.random_offsets(images, pad, generator)
+    return augment.crop_and_flip(images, top, left, torch.zeros_like(top, dtype=torch.bool))
 
 
-def test_crop_is_padding_and_slicing():
+def test_crop_is_padding_and_slicing() -> None:
     images, pad = pictures(200, h=5, w=7), 2
     cropped = crop(images, pad, seeded())
     assert cropped.dtype == torch.uint8
@@ -51,49 +53,51 @@ def test_crop_is_padding_and_slicing():
     assert counts.sum(1).max() < 70
 
 
-def test_crop_without_padding_changes_nothing():
+def test_crop_without_padding_changes_nothing() -> None:
     images = pictures(3)
     assert torch.equal(crop(images, 0, seeded()), images)
 
 
-def test_flip_mirrors_about_half():
+def test_about_half_of_the_images_are_flipped() -> None:
     images = pictures(400)
-    flipped = v.flip(images, seeded())
+    flipped = augment.random_flip(images, seeded())
     mirrored = [torch.equal(a, b.flip(-1)) for a, b in zip(flipped, images, strict=True)]
-    kept = [torch.equal(a, b) for a, b in zip(flipped, images, strict=True)]
-    assert all(m != k for m, k in zip(mirrored, kept, strict=True))
+    unchanged = [torch.equal(a, b) for a, b in zip(flipped, images, strict=True)]
+    assert all(m != u for m, u in zip(mirrored, unchanged, strict=True))
     assert 160 < sum(mirrored) < 240
 
 
-def test_crop_and_flip_in_one_gather_equals_one_after_the_other():
+def test_crop_and_flip_in_one_gather_equals_one_after_the_other() -> None:
     images = pictures(64, h=5, w=8)
     generator = seeded(7)
-    both = v.window(images, *v._offsets(images, 2, generator), v._coin(images, 0.5, generator))
+    both = augment.crop_and_flip(
+        images, *augment.random_offsets(images, 2, generator), augment.bernoulli(images, 0.5, generator)
+    )
     generator = seeded(7)
-    assert torch.equal(both, v.flip(crop(images, 2, generator), generator))
+    assert torch.equal(both, augment.random_flip(crop(images, 2, generator), generator))
 
 
-def test_channels_last_images_are_cropped_alike():
+def test_channels_last_images_are_cropped_the_same() -> None:
     images = pictures(8)
     last = images.contiguous(memory_format=torch.channels_last)
     assert torch.equal(crop(last, 2, seeded()), crop(images, 2, seeded()))
 
 
-def test_brightness_factors_are_uniform_and_per_sample():
+def test_brightness_factors_are_uniform_and_per_sample() -> None:
     b = 63 / 255
     gray = torch.full((2000, 1, 2, 2), 0.5)
-    factors = v.brightness_jitter(gray, b, seeded())[:, 0, 0, 0] / 0.5
+    factors = augment.jitter_factors(gray, b, seeded())
     assert factors.min() >= 1 - b - 1e-6
     assert factors.max() <= 1 + b + 1e-6
     assert len(factors.unique()) > 1900
     assert abs(factors.mean() - 1) < 4 * (b / math.sqrt(3)) / math.sqrt(2000)
     assert abs(factors.std() - b / math.sqrt(3)) < 0.01
-    assert v.brightness_jitter(torch.ones(50, 1, 1, 1), b, seeded()).max() == 1
-    assert v.brightness_jitter(gray, 3.0, seeded()).min() >= 0
+    assert augment.adjust_brightness(torch.ones(50, 1, 1, 1), factors[:50]).max() == 1
+    assert augment.jitter_factors(gray, 3.0, seeded()).min() >= 0
 
 
 @pytest.mark.parametrize("name", ["brightness", "contrast", "saturation", "hue"])
-def test_color_adjustments_agree_with_torchvision(name):
+def test_color_adjustments_agree_with_torchvision(name: str) -> None:
     images = torch.rand(40, 3, 5, 4, generator=seeded(1))
     images[0] = 0.3  # gray: no hue
     images[1, 0] = images[1, 1]  # ties of two channels
@@ -101,23 +105,23 @@ def test_color_adjustments_agree_with_torchvision(name):
     images[3, 0] = images[3, 2]
     images[4], images[5] = 0, 1
     factors = torch.linspace(-0.5, 0.5, 40) if name == "hue" else torch.linspace(0, 2, 40)
-    ours = getattr(v, f"adjust_{name}")(images, factors)
+    ours = getattr(augment, f"adjust_{name}")(images, factors)
     theirs = torch.stack([getattr(tv, f"adjust_{name}")(x, f.item()) for x, f in zip(images, factors, strict=True)])
     assert torch.allclose(ours, theirs, atol=2e-5)
 
 
-def test_random_gray_is_per_sample():
+def test_random_gray_is_per_sample() -> None:
     images = torch.rand(1000, 3, 2, 2, generator=seeded(1))
-    result = v.random_gray(images, 0.2, seeded())
+    result = augment.random_gray(images, 0.2, seeded())
     gray = [torch.allclose(y, tv.rgb_to_grayscale(x, 3), atol=1e-6) for x, y in zip(images, result, strict=True)]
-    kept = [torch.equal(y, x) for x, y in zip(images, result, strict=True)]
-    assert all(g != k for g, k in zip(gray, kept, strict=True))
+    unchanged = [torch.equal(y, x) for x, y in zip(images, result, strict=True)]
+    assert all(g != u for g, u in zip(gray, unchanged, strict=True))
     assert 150 < sum(gray) < 250
 
 
-def test_color_jitter_is_the_four_adjustments_in_the_stated_order():
+def test_color_jitter_is_the_four_adjustments_in_the_stated_order() -> None:
     images = torch.rand(6, 3, 4, 4, generator=seeded(1))
-    result = v.color_jitter(images, 0.4, 0.3, 0.2, 0.1, seeded(9))
+    result = augment.color_jitter(images, 0.4, 0.3, 0.2, 0.1, seeded(9))
     generator = seeded(9)
     expected = images
     for name, low, high in (
@@ -131,24 +135,24 @@ def test_color_jitter_is_the_four_adjustments_in_the_stated_order():
             [getattr(tv, f"adjust_{name}")(x, f.item()) for x, f in zip(expected, factors, strict=True)]
         )
     assert torch.allclose(result, expected, atol=2e-5)
-    one_channel = v.color_jitter(images[:, :1], 0.4, 0.4, 0.4, 0.4, seeded())
+    one_channel = augment.color_jitter(images[:, :1], 0.4, 0.4, 0.4, 0.4, seeded())
     assert one_channel.shape == (6, 1, 4, 4)
 
 
-def test_resized_window_is_a_slice_and_an_interpolation():
+def test_resize_box_is_a_slice_and_an_interpolation() -> None:
     images = torch.rand(5, 3, 9, 12, generator=seeded(1))
     boxes = [(0, 0, 9, 12), (2, 3, 4, 5), (8, 11, 1, 1), (0, 6, 3, 6), (4, 0, 5, 2)]
     top, left, height, width = (torch.tensor(x, dtype=torch.float32) for x in zip(*boxes, strict=True))
-    ours = v.resized_window(images, top, left, height, width)
+    ours = augment.resize_box(images, top, left, height, width)
     for image, result, (i, j, h, w) in zip(images, ours, boxes, strict=True):
         expected = F.interpolate(image[None, :, i : i + h, j : j + w], (9, 12), mode="bilinear", align_corners=False)
         assert torch.allclose(result, expected[0], atol=1e-5)
 
 
-def test_random_resized_crop_draws_boxes_as_stated(monkeypatch):
+def test_random_resized_crop_draws_boxes_as_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr(v, "resized_window", lambda images, *box: drawn.append(torch.stack(box, 1)))
-    v.random_resized_crop(torch.zeros(4000, 3, 32, 32), seeded())
+    monkeypatch.setattr(augment, "resize_box", lambda images, *box: drawn.append(torch.stack(box, 1)))
+    augment.random_resized_crop(torch.zeros(4000, 3, 32, 32), seeded())
     top, left, height, width = drawn[0].unbind(1)
     assert torch.equal(drawn[0], drawn[0].round())
     assert (top >= 0).all()
@@ -167,35 +171,35 @@ def test_random_resized_crop_draws_boxes_as_stated(monkeypatch):
     assert len(drawn[0].unique(dim=0)) > 2000
 
 
-def test_where_no_box_fits_the_largest_central_one_is_taken(monkeypatch):
-    """Every draw asks for twice the image's area."""
+def test_if_no_box_fits_the_largest_central_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every drawn box has twice the area of the image."""
     boxes = []
-    monkeypatch.setattr(v, "resized_window", lambda images, *box: boxes.append([float(x[0]) for x in box]))
+    monkeypatch.setattr(augment, "resize_box", lambda images, *box: boxes.append([float(x[0]) for x in box]))
     for h, w in ((10, 10), (10, 40), (40, 10)):
-        v.random_resized_crop(torch.zeros(1, 3, h, w), seeded(), scale=(2, 2))
+        augment.random_resized_crop(torch.zeros(1, 3, h, w), seeded(), scale=(2, 2))
     # (top, left, height, width): the aspect stays within 3/4 and 4/3
     assert boxes == [[0, 0, 10, 10], [0, 14, 10, 13], [14, 0, 13, 10]]
 
 
-def test_rotations_and_their_labels():
+def test_rotations_and_their_labels() -> None:
     images = torch.arange(2 * 1 * 2 * 2).view(2, 1, 2, 2).float()
-    turned = v.rotate90(images)
+    turned = augment.rotate90(images)
     assert turned.shape == (8, 1, 2, 2)
     assert turned[:4, 0].tolist() == [[[0, 1], [2, 3]], [[1, 3], [0, 2]], [[3, 2], [1, 0]], [[2, 0], [3, 1]]]
     for i in range(2):
         for k in range(4):
             assert torch.equal(turned[4 * i + k], torch.rot90(images[i], k, (1, 2)))
-    assert v.rotation_labels(torch.tensor([3, 1])).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
+    assert augment.rotation_labels(torch.tensor([3, 1])).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
 
 
-def test_rotations_keep_channels_last():
+def test_rotations_preserve_channels_last() -> None:
     images = torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    turned = v.rotate90(images)
+    turned = augment.rotate90(images)
     assert turned.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(turned, v.rotate90(images.contiguous()))
+    assert torch.equal(turned, augment.rotate90(images.contiguous()))
 
 
-def test_deterministic_views():
+def test_deterministic_views() -> None:
     views, images = Views(2, True, 0.2, MEAN, STD), pictures(4)
     mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
     plain = (images.float() / 255 - mean) / std
@@ -205,10 +209,10 @@ def test_deterministic_views():
     assert torch.equal(Views(2, False, 0.2, MEAN, STD)("flipped", images), views("test", images))
 
 
-def test_train_view_is_crop_flip_jitter_normalize():
+def test_train_view_is_crop_flip_jitter_normalize() -> None:
     images = pictures(32)
     generator = seeded(3)
-    expected = v.flip(crop(images, 2, generator), generator).float() / 255
+    expected = augment.random_flip(crop(images, 2, generator), generator).float() / 255
     factors = 0.8 + 0.4 * torch.rand(32, generator=generator)
     expected = torch.stack([tv.adjust_brightness(x, f.item()) for x, f in zip(expected, factors, strict=True)])
     expected = tv.normalize(expected, MEAN, STD)
@@ -218,14 +222,14 @@ def test_train_view_is_crop_flip_jitter_normalize():
     assert torch.equal(bare, crop(images, 2, seeded(3)).float() / 255)
 
 
-def test_strong_view_follows_its_recipe():
+def test_strong_view_is_its_steps_in_order() -> None:
     images = pictures(16, h=8, w=8)
     generator = seeded(4)
-    expected = v.random_resized_crop(images.float() / 255, generator)
-    expected = v.random_gray(expected, 0.2, generator)
-    expected = v.color_jitter(expected, 0.4, 0.4, 0.4, 0.4, generator)
+    expected = augment.random_resized_crop(images.float() / 255, generator)
+    expected = augment.random_gray(expected, 0.2, generator)
+    expected = augment.color_jitter(expected, 0.4, 0.4, 0.4, 0.4, generator)
     unflipped = expected
-    expected = tv.normalize(v.flip(expected, generator), MEAN, STD)
+    expected = tv.normalize(augment.random_flip(expected, generator), MEAN, STD)
     assert torch.allclose(Views(2, True, 0.2, MEAN, STD)("strong", images, seeded(4)), expected, atol=1e-5)
     upright = Views(2, False, 0.2, MEAN, STD)("strong", images, seeded(4))
     assert torch.allclose(upright, tv.normalize(unflipped, MEAN, STD), atol=1e-5)
@@ -233,7 +237,7 @@ def test_strong_view_follows_its_recipe():
 
 @pytest.mark.parametrize("name", ["train", "strong"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_random_views_differ_by_sample_and_repeat_by_seed(name, channels):
+def test_random_views_differ_by_sample_and_repeat_by_seed(name: str, channels: int) -> None:
     views = Views(2, True, 0.25, (0.5,) * channels, (0.25,) * channels)
     images = pictures(1, channels, 8, 8).expand(64, -1, -1, -1)
     once, again, other = (views(name, images, seeded(s)) for s in (1, 1, 2))
@@ -245,33 +249,33 @@ def test_random_views_differ_by_sample_and_repeat_by_seed(name, channels):
     assert len(once.flatten(1).unique(dim=0)) == 64  # one picture, 64 different views
 
 
-def test_views_leave_their_images_alone():
+def test_views_do_not_modify_their_images() -> None:
     images = pictures(4)
     before = images.clone()
-    for name in v.NAMES:
+    for name in NAMES:
         Views(2, True, 0.2, MEAN, STD)(name, images, seeded())
     assert torch.equal(images, before)
 
 
-def test_wrong_names_and_numbers_are_refused():
+def test_wrong_names_and_values_are_refused() -> None:
     views, images = Views(2, True, 0.2, MEAN, STD), pictures(1)
     with pytest.raises(ConfigError, match="Did you mean 'train'"):
         views("trian", images, seeded())
     with pytest.raises(ValueError, match="needs a generator"):
         views("train", images)
-    with pytest.raises(ConfigError, match="as many of both"):
+    with pytest.raises(ConfigError, match="the same length"):
         Views(2, True, 0.2, MEAN, (0.5,))
     with pytest.raises(ConfigError, match="std > 0"):
         Views(2, True, 0.2, MEAN, (0.0, 1.0, 1.0))
-    with pytest.raises(ConfigError, match="negative"):
+    with pytest.raises(ConfigError, match="0 or more"):
         Views(-1, True, 0.2, MEAN, STD)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", v.NAMES)
-def test_a_fetch_can_be_captured(name):
-    """Replayed, a captured fetch draws what an eager one draws, and goes on drawing."""
+@pytest.mark.parametrize("name", NAMES)
+def test_a_fetch_can_be_captured(name: str) -> None:
+    """A replayed fetch draws what an eager one draws, and continues to draw."""
     from incvec.data.source import ImageSource
 
     images = pictures(64, h=32, w=32)

@@ -1,4 +1,4 @@
-"""How a run's parts are put together, and what is refused before anything is trained."""
+"""How a run is assembled from its settings, and what is refused before training."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tests.conftest import make_run, quick, same_weights
 
 
 def with_fewer(data: Dataset, label: int, count: int) -> Dataset:
-    """The data set with only so many training images of one class."""
-    mine = data.train_labels == label
-    kept = ~mine | (mine.cumsum(0) <= count)
-    return replace(data, train_images=data.train_images[kept], train_labels=data.train_labels[kept])
+    """The data set with at most `count` training images of one class."""
+    of_class = data.train_labels == label
+    rows = ~of_class | (of_class.cumsum(0) <= count)
+    return replace(data, train_images=data.train_images[rows], train_labels=data.train_labels[rows])
 
 
-def test_a_total_that_leaves_none_a_class_in_the_end(few: Dataset, tmp_path: Path) -> None:
+def test_memory_total_that_leaves_no_exemplar_per_class_is_refused(few: Dataset, tmp_path: Path) -> None:
     """Five exemplars are enough for the first two tasks, of 2 and 4 classes."""
     run = make_run(few, tmp_path, quick("podnet", podnet={"memory_total": 5}))
     with pytest.raises(ConfigError, match="5 in total for 6 classes keeps none"):
         next(run.events())
 
 
-def test_a_total_is_shared_by_the_classes_seen_when_a_class_comes(few: Dataset, tmp_path: Path) -> None:
-    """80 in total are 40 a class in the base task, but 13 when the last class comes."""
+def test_memory_total_is_divided_by_the_classes_seen_when_a_class_is_learned(few: Dataset, tmp_path: Path) -> None:
+    """80 in total are 40 per class in the base task, but 13 when the last class is learned."""
     given = quick("podnet", podnet={"memory_total": 80}, class_order=[0, 1, 2, 3, 4, 5])
     next(make_run(with_fewer(few, 5, 13), tmp_path / "enough", given).events())
     with pytest.raises(ConfigError, match=r"'5' has 12 training images, but 13 are needed.*lower podnet.memory_total"):
@@ -40,7 +40,7 @@ def test_a_total_is_shared_by_the_classes_seen_when_a_class_comes(few: Dataset, 
         next(make_run(with_fewer(few, 0, 39), tmp_path / "base", given).events())
 
 
-def test_an_order_that_was_given_has_no_seed(few: Dataset, tmp_path: Path) -> None:
+def test_explicit_class_order_has_no_seed(few: Dataset, tmp_path: Path) -> None:
     order = [5, 4, 3, 2, 1, 0]
     record = finish(make_run(few, tmp_path, quick("finetune", class_order=order, order_seed=7, stop_after=1)))
     assert (record["order_seed"], record["config"]["order_seed"]) == (None, None)
@@ -55,7 +55,7 @@ def test_an_order_that_was_given_has_no_seed(few: Dataset, tmp_path: Path) -> No
         ("slca", {"compat": "spu"}),  # whose logits are padded to the whole stream's classes
     ],
 )
-def test_stop_after_is_the_beginning_of_the_whole_stream(
+def test_stop_after_trains_the_start_of_the_whole_stream(
     method: str, options: dict[str, Any], few: Dataset, tmp_path: Path
 ) -> None:
     runs = [
@@ -68,12 +68,12 @@ def test_stop_after_is_the_beginning_of_the_whole_stream(
         same_weights(*(run.snapshot_path(task) for run in runs))
 
 
-def test_a_stream_cannot_stop_after_more_tasks_than_it_has(few: Dataset, tmp_path: Path) -> None:
+def test_stop_after_more_tasks_than_the_stream_has_is_refused(few: Dataset, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"stop_after=9: the stream has \d tasks. Give 1 to \d"):
         finish(make_run(few, tmp_path, quick("finetune", stop_after=9)))
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("cuda:1") == torch.device("cuda", 1)

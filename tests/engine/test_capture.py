@@ -1,4 +1,4 @@
-"""The captured engine on a CUDA device trains what it should in every task."""
+"""Training with captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from incvec.addons.ivt import IVTAddOn
 from incvec.data import Dataset
-from incvec.engine import device_errors as trouble
+from incvec.engine import device_errors
 from incvec.engine import events as ev
 from incvec.engine.run import finish
 from tests.addons.tools import watch
@@ -23,8 +23,8 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_backbone_moves_in_every_task(precision: str, few: Dataset, tmp_path: Path) -> None:
-    """A balanced stage freezes it in between; a compiled variant without gradients must not be taken after that."""
+def test_backbone_changes_in_every_task(precision: str, few: Dataset, tmp_path: Path) -> None:
+    """A balanced stage freezes it in between. Afterwards, compiled code without gradients must not be reused."""
     given = quick("podnet", base_classes=2, tasks=4, engine="graph", precision=precision)
     run = make_run(few, tmp_path / "run", given)
     record = finish(run)
@@ -36,7 +36,7 @@ def test_the_backbone_moves_in_every_task(precision: str, few: Dataset, tmp_path
 
 
 def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> None:
-    """A look beside a captured step with our own kernels, which a layer that is listened to goes without."""
+    """A probe runs beside the captured step. Layers with forward hooks do not use our kernels."""
     given = {"base_classes": 2, "tasks": 2, "precision": "bf16", "engine": "graph", "pass": {"net": "resnet32-pycil"}}
     seen = {}
     for choice in ("keep", "map", "layer"):
@@ -49,25 +49,23 @@ def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> No
             assert not torch.equal(seen[choice][name], seen["keep"][name]), name
 
 
-def test_where_nothing_is_held_back_no_map_changes(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a past S is 1; training is in bfloat16, but what sets weights is not."""
+def test_maps_do_not_change_if_scale_is_one(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an old Fisher S is 1. Training is in bfloat16, but the probe that sets weights is not."""
     before: list[dict[str, torch.Tensor]] = []
 
     def norms(addon: IVTAddOn) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in addon.method.model.named_parameters() if "norm" in name}
 
-    def began(self: IVTAddOn, *_: object) -> None:
+    def before_end_epoch(self: IVTAddOn, *_: object) -> None:
         for value in self.plugin.cumulative.values():
             value.zero_()
         before.append(norms(self))
 
-    def ended(self: IVTAddOn, *_: object) -> None:
+    def after_end_epoch(self: IVTAddOn, *_: object) -> None:
         for name, weight in norms(self).items():
             assert torch.allclose(weight, before[-1][name], rtol=0.02, atol=0.005), name
 
-    watch(monkeypatch, IVTAddOn, "end_epoch", before=began, after=ended)
+    watch(monkeypatch, IVTAddOn, "end_epoch", before=before_end_epoch, after=after_end_epoch)
     own = {"net": "resnet32-pycil", "batch_size": 8}
     given = quick("pass", "ivt", ivt={"interval": 1}, engine="graph", precision="bf16", tasks=2, **{"pass": own})
     assert finish(make_run(few, tmp_path, {**given, "base_classes": 2}))["engine"]["notices"] == []
@@ -75,17 +73,17 @@ def test_where_nothing_is_held_back_no_map_changes(
 
 
 @pytest.mark.parametrize(("share", "grows"), [(-1.0, False), (1.0, True)])
-def test_memory_of_captured_steps_comes_back(
+def test_memory_of_dropped_graphs_is_released(
     share: float, grows: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once there is enough of it (here: always, never); until then every task's captured step leaves its own."""
-    monkeypatch.setattr(trouble, "MAX_IDLE_SHARE", share)
-    trouble.release_memory()
+    """It is released once it exceeds a share of the device's memory (here: always, never)."""
+    monkeypatch.setattr(device_errors, "MAX_IDLE_SHARE", share)
+    device_errors.release_memory()
     given = quick("finetune", base_classes=2, tasks=4, engine="graph", finetune={"net": "resnet32-pycil", "epochs": 1})
-    kept = [
+    reserved = [
         torch.cuda.memory_reserved()
         for event in make_run(few, tmp_path / "run", given).events()
         if isinstance(event, ev.StageStarted)
     ]
-    segment = 2 << 20  # the least that a captured step takes
-    assert (kept[-1] - kept[1] >= 3 * segment) == grows, kept  # after the second and the fifth capture
+    segment = 2 << 20  # the least memory of a captured step
+    assert (reserved[-1] - reserved[1] >= 3 * segment) == grows, reserved  # after the second and the fifth capture

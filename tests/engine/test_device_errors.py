@@ -1,4 +1,4 @@
-"""Full memory, compilers and captures that fail, a GPU that cannot be used: a word about it, and a slower way."""
+"""Failed compilation and capture, full memory, and GPUs that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 
 from incvec.contracts import Batch, Terms
 from incvec.data import Dataset
-from incvec.engine import capture as speed
-from incvec.engine import device_errors as trouble
+from incvec.engine import capture as capture_module
+from incvec.engine import device_errors
 from incvec.engine import events as ev
 from incvec.engine import run as run_module
 from incvec.engine import stage as stage_module
@@ -34,7 +34,7 @@ def full(*_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def graph_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs take themselves to be on a device that captures, so they try."""
+    """Let runs on a CPU attempt to capture their steps."""
     original = run_module.build
 
     def build(*arguments: Any) -> RunParts:
@@ -49,8 +49,8 @@ def graph_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("graph_engine")
-def test_neither_compiled_nor_captured(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two real warm-ups in every stage leave no trace: the run ends, bit for bit, as one that never tried."""
+def test_stage_runs_eagerly_if_capture_fails(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up steps of both attempts change nothing: the run ends with the same bits as one without them."""
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("Failed to find C compiler")
@@ -59,35 +59,34 @@ def test_neither_compiled_nor_captured(few: Dataset, tmp_path: Path, monkeypatch
         patch.setattr(torch, "compile", broken)
         tried = make_run(few, tmp_path / "tried", quick("podnet", "ivt"))
         events = list(tried.events())
-    told = [event.text for event in events if isinstance(event, ev.Notice)]
+    notices = [event.text for event in events if isinstance(event, ev.Notice)]
     assert (
-        sum("'main' could not be compiled and captured: RuntimeError: Failed to find C" in text for text in told) == 1
+        sum("'main' could not be compiled and captured: RuntimeError: Failed to find C" in text for text in notices)
+        == 1
     )
-    assert sum("'main' could not be captured" in text for text in told) == 1  # in the first task, not in every one
+    assert sum("'main' could not be captured" in text for text in notices) == 1  # once, not in every task
     record = events[-1].record  # type: ignore[attr-defined]
-    assert record["engine"]["notices"] == told
+    assert record["engine"]["notices"] == notices
     with monkeypatch.context() as patch:
         patch.setattr(stage_module, "capture_with_fallback", lambda *_: [])
         same_record(record, finish(make_run(few, tmp_path / "plain", quick("podnet", "ivt"))))
 
 
 @pytest.mark.usefixtures("graph_engine")
-def test_our_kernels_are_left_out_where_they_fail(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capture_is_retried_without_our_kernels(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[bool] = []
 
     def capture(loop: Any, live: Any, compiled: bool) -> None:
         tries.append(kernels.available())
         if not compiled or len(tries) > 20:
-            pytest.fail("not tried without our kernels")  # no Exception, so nobody takes it for the compiler's
+            pytest.fail("not attempted without our kernels")  # is not caught as a failed capture
         if kernels.available():
             raise RuntimeError("ptxas failed")
 
     enabled = [True]
     monkeypatch.setattr(kernels, "enable", lambda value: enabled.append(value))
     monkeypatch.setattr(kernels, "available", lambda: enabled[-1])
-    monkeypatch.setattr(speed, "capture_step", capture)
+    monkeypatch.setattr(capture_module, "capture_step", capture)
     run = make_run(few, tmp_path / "run", quick("finetune"))
     notices = finish(run)["engine"]["notices"]
     assert tries[:2] == [True, False]
@@ -98,7 +97,9 @@ def test_our_kernels_are_left_out_where_they_fail(
 
 
 @pytest.mark.usefixtures("graph_engine")
-def test_captured_where_it_cannot_be_compiled(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_captured_if_it_cannot_be_compiled(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tries: list[bool] = []
 
     def capture(loop: Any, live: Any, compiled: bool) -> None:
@@ -106,35 +107,37 @@ def test_captured_where_it_cannot_be_compiled(few: Dataset, tmp_path: Path, monk
         if compiled:
             raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(speed, "capture_step", capture)
+    monkeypatch.setattr(capture_module, "capture_step", capture)
     notices = finish(make_run(few, tmp_path / "run", quick("finetune")))["engine"]["notices"]
     assert notices == ["stage 'main' could not be compiled and captured: RuntimeError: no compiler"]
-    assert tries == [True, False, False, False]  # what failed once is not compiled again for each of three tasks
+    assert tries == [True, False, False, False]  # not compiled again in each of three tasks
 
 
 # Full memory ----------------------------------------------------------------------------------------------------
 
 
-def test_what_means_full() -> None:
-    assert trouble.is_out_of_memory(torch.OutOfMemoryError("x"))
-    assert trouble.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
-    assert trouble.is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+def test_out_of_memory_errors_are_recognized() -> None:
+    assert device_errors.is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert device_errors.is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    assert device_errors.is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
-    assert trouble.is_out_of_memory(caught.value)
+    assert device_errors.is_out_of_memory(caught.value)
     with pytest.raises(MemoryError) as numpys:
         np.empty(1 << 60, np.uint8)
-    assert trouble.is_out_of_memory(numpys.value)
-    assert not trouble.is_out_of_memory(RuntimeError("out of resource: shared memory"))
-    assert not trouble.is_out_of_memory(OSError("out of memory"))
+    assert device_errors.is_out_of_memory(numpys.value)
+    assert not device_errors.is_out_of_memory(RuntimeError("out of resource: shared memory"))
+    assert not device_errors.is_out_of_memory(OSError("out of memory"))
     wrapped = RuntimeError("backend='inductor' raised")
     wrapped.__cause__ = torch.OutOfMemoryError("x")
-    assert trouble.is_out_of_memory(wrapped)
+    assert device_errors.is_out_of_memory(wrapped)
 
 
 @pytest.mark.usefixtures("graph_engine")
-def test_a_capture_without_memory(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried again once memory is given back; then a run alone goes on eagerly, and one among others gives way."""
+def test_capture_without_memory_is_retried_then_eager_or_raised(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is retried after memory was released. Then a single run continues eagerly; one of several raises."""
     tries = 0
 
     def capture(*_: Any, **__: Any) -> None:
@@ -142,9 +145,9 @@ def test_a_capture_without_memory(few: Dataset, tmp_path: Path, monkeypatch: pyt
         tries += 1
         full()
 
-    monkeypatch.setattr(speed, "capture_step", capture)
+    monkeypatch.setattr(capture_module, "capture_step", capture)
     record = finish(make_run(few, tmp_path / "alone", quick("finetune")))
-    assert tries == 6  # twice in each of three tasks: there may be room in the next one
+    assert tries == 6  # twice in each of three tasks, since memory may be free in the next one
     assert record["engine"]["notices"] == ["stage 'main' could not be compiled and captured: the memory of cpu is full"]
     run = make_run(few, tmp_path / "among", quick("finetune"))
     with pytest.raises(DeviceMemoryError, match="memory of cpu is full, in task 1, stage 1 of finetune"):
@@ -165,8 +168,10 @@ def makers(few: Dataset, folder: Path, rates: list[float], bases: Path | None = 
     return [partial(Run, config, few, folder / str(number), bases) for number, config in enumerate(configs)]
 
 
-def test_a_run_gives_way_and_comes_back(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has no room in its second task as long as the other one is at work; it goes on where it was."""
+def test_run_without_memory_stops_and_resumes_when_others_have_ended(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run does not fit in its second task while the other one is running."""
     done: set[int] = set()
     fail_while(lambda method: method.options.lr == 0.02 and method.task.index == 1 and 1 not in done, monkeypatch)
     resumed = []
@@ -180,8 +185,10 @@ def test_a_run_gives_way_and_comes_back(few: Dataset, tmp_path: Path, monkeypatc
     assert resumed == [(0, "task 2, stage 1, epoch 0", True)]
 
 
-def test_no_room_even_alone(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of one base that never fits: each fails with a message, none tries for ever, and others are not touched."""
+def test_runs_that_never_fit_fail_and_do_not_affect_others(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runs share a base that does not fit: each fails with a message, and none is retried forever."""
     fail_while(lambda method: method.options.lr == 0.02, monkeypatch)
     events = list(run_concurrently(makers(few, tmp_path, [0.02, 0.02, 0.03], tmp_path / "bases"), at_once=2))
     errors = {number: event.error for number, event in events if isinstance(event, Failed)}
@@ -195,16 +202,16 @@ def test_no_room_even_alone(few: Dataset, tmp_path: Path, monkeypatch: pytest.Mo
 # The device itself ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_cannot_be_made(few: Dataset, tmp_path: Path) -> None:
-    def gone() -> Run:
-        raise ConfigError("device 'cuda' was asked for")
+def test_run_that_cannot_be_created_does_not_stop_the_others(few: Dataset, tmp_path: Path) -> None:
+    def fail() -> Run:
+        raise ConfigError("device 'cuda' was requested")
 
-    events = list(run_concurrently([gone, *makers(few, tmp_path, [0.03])], at_once=1))
+    events = list(run_concurrently([fail, *makers(few, tmp_path, [0.03])], at_once=1))
     assert isinstance(events[0][1], Failed)
     assert [number for number, event in events if isinstance(event, ev.Finished)] == [1]
 
 
-def test_a_device_that_broke(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_failure_is_reported(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: PODNet, batch: Batch) -> Terms:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
 
@@ -217,15 +224,15 @@ def test_a_device_that_broke(few: Dataset, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "reported"),
     [
         ("The NVIDIA driver on your system is too old (found version 11040).\nPlease update", True),
         ("Found no NVIDIA driver on your system.", False),
         ("No CUDA GPUs are available", False),
     ],
 )
-def test_a_gpu_that_cannot_be_used(
-    message: str, said: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unusable_gpu_is_reported_in_a_notice(
+    message: str, reported: bool, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def init() -> None:
         raise RuntimeError(message)
@@ -234,6 +241,8 @@ def test_a_gpu_that_cannot_be_used(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     notices = finish(make_run(few, tmp_path / "run", quick("finetune")))["engine"]["notices"]
-    told = ["training on the CPU, since the GPU cannot be used: The NVIDIA driver on your system is too old (found "]
-    assert [text[: len(told[0])] for text in notices] == (told if said else [])
+    expected = [
+        "training on the CPU, since the GPU cannot be used: The NVIDIA driver on your system is too old (found "
+    ]
+    assert [text[: len(expected[0])] for text in notices] == (expected if reported else [])
     assert not any("Please" in text for text in notices)

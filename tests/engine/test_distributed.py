@@ -1,8 +1,8 @@
-"""One run over two processes ends where one process with the same global batch ends.
+"""A run on two processes ends like a run on one process with the same global batch.
 
-The processes are real ones, started by torchrun and talking by gloo on the CPU. They go through all cases in one
-life (`work`), since starting is what takes the time; the tests then look at what each of them left behind. Views
-draw nothing here (no padding, no flip, no jitter), and BatchNorm is synchronized where weights are compared.
+The processes are started by torchrun and communicate by gloo on the CPU. They run all cases in one go (`work`), since
+starting them takes most of the time; the tests then check their results. Views draw nothing here (no padding, no flip,
+no jitter), and BatchNorm is synchronized if weights are compared.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ CASES: dict[str, dict[str, Any]] = {
     "podnet+ivt": quick("podnet", "ivt", podnet=STILL),
     "ewc": quick("ewc", ewc=STILL),
     "ivt measured": quick("replay", "ivt", replay=STILL, ivt={"first_fisher": "sample", "batchnorm": "recalibrate"}),
-    # (Of seed 0 a unit lies so close to its ReLU's kink that rounding decides whether it has a gradient.)
+    # (With seed 0, rounding decides whether a unit next to its ReLU's kink has a gradient.)
     "ivt maps": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "map"}, seed=1),
     "ivt layers": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "layer"}, seed=1),
     "streamed": quick("replay", "ivt", replay={**STILL, "batch_size": 8}, dataset="packed", placement="streamed"),
 }
-# The others run through: what acts on local batches or draws ends elsewhere, but on both ranks at the same place.
+# These depend on local batches or draws, so they end with other weights than one process, but the same on both.
 OTHERS = {
     **{name: quick(name) for name in sorted(METHODS) if name not in ("finetune", "ewc")},
     **{f"icarl+{name}": quick("icarl", name) for name in sorted(ADDONS) if name != "ivt"},
@@ -74,40 +74,40 @@ def still(digits: Dataset) -> Dataset:
 
 
 def still_store(out: Path) -> Dataset:
-    """Six classes of a packed store, which is made the first time, in views that draw nothing."""
+    """Six classes of a packed store, which is created by the first call, in views that draw nothing."""
     if not (out / "store").exists():
         make_store(make_root(out / "images", classes=6, train=12, test=3), out / "store", 12)
     return replace(load_dataset("packed", out / "store", placement="streamed"), pad=0, flip=False)
 
 
-class Broken(Exception):
+class Interrupted(Exception):
     pass
 
 
-def break_off(run: Run, task: int, epoch: int) -> None:
-    """Turn the run, saving at every epoch, and drop it as this epoch of a task's main stage would begin."""
+def interrupt(run: Run, task: int, epoch: int) -> None:
+    """Run until this epoch of a task's main stage begins, then drop the run."""
     with pytest.MonkeyPatch.context() as patch:
         original = StageLoop.begin_epoch
 
-        def prepare(self: StageLoop, now: int, shuffle: torch.Generator) -> None:
+        def begin_epoch(self: StageLoop, now: int, shuffle: torch.Generator) -> None:
             if (self.method.task.index, self.stage.role, now) == (task, "main", epoch):
-                raise Broken
+                raise Interrupted
             original(self, now, shuffle)
 
-        patch.setattr(StageLoop, "begin_epoch", prepare)
-        with pytest.raises(Broken):
+        patch.setattr(StageLoop, "begin_epoch", begin_epoch)
+        with pytest.raises(Interrupted):
             finish(run)
 
 
 def norm_case(rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """A batch, its part for the rank, uneven on purpose."""
+    """A batch with different statistics in its parts, and the part of the rank."""
     generator = torch.Generator().manual_seed(3)
     whole = torch.randn(8, 3, 4, 4, generator=generator) * 3 + torch.arange(8.0)[:, None, None, None]
     return whole, whole[rank * 8 // size : (rank + 1) * 8 // size]
 
 
 def run_norm(norm: nn.Module, x: Tensor) -> list[Tensor]:
-    """Two steps; the output, the gradient of a loss that is a mean over samples, and the statistics."""
+    """Two steps: the output, the gradients of a loss that is a mean over samples, and the statistics."""
     x = x.clone().requires_grad_()
     norm(x * 0.5)
     y = norm(x)
@@ -115,17 +115,17 @@ def run_norm(norm: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, norm.weight.grad, norm.running_mean, norm.running_var]  # type: ignore[list-item]
 
 
-# What each of the processes does ----------------------------------------------------------------------------
+# What each process runs -----------------------------------------------------------------------------------------
 
 
 def work(out: Path) -> None:
     torch.set_num_threads(1)
     distributed = init_distributed("auto")
-    told: dict[str, Any] = {"rank": distributed.rank, "writes": []}
+    results: dict[str, Any] = {"rank": distributed.rank, "writes": []}
     original = files.write_bytes
 
     def counted(path: Path, content: bytes, **options: Any) -> None:
-        told["writes"].append(str(path))
+        results["writes"].append(str(path))
         original(path, content, **options)
 
     files.write_bytes = counted
@@ -135,21 +135,21 @@ def work(out: Path) -> None:
     def make(name: str, given: dict[str, Any], bases: Path | None = None, save_interval: float | None = None) -> Run:
         return Run(resolve(given), data[given["dataset"]], out / "two" / name, bases, distributed, save_interval)
 
-    told["sources"] = {}
+    results["sources"] = {}
     for name, given in CASES.items():
         run = make(name, given)
-        told[name] = finish(run)
-        told["sources"][name] = [type(source).__name__ for source in (run.parts.world.train, run.parts.test)]
-    record_run(told, make("local", {**CASES["podnet+ivt"], "sync_batchnorm": False}))
+        results[name] = finish(run)
+        results["sources"][name] = [type(source).__name__ for source in (run.parts.world.train, run.parts.test)]
+    record_run(results, make("local", {**CASES["podnet+ivt"], "sync_batchnorm": False}))
     for name, given in OTHERS.items():
         run = make(name, given)
         correct = finish(run)["correct"]
-        told[f"end of {name}"] = [correct, {key: hashed(tensor) for key, tensor in run.state.tensors().items()}]
-    told["shared"] = finish(make("shared", CASES["finetune"], out / "bases"))["base"]
-    told["shares"] = finish(make("shares", quick("finetune", "ivt", finetune=STILL), out / "bases"))["base"]
-    break_off(make("two then one", CASES["podnet+ivt"], out / "bases", save_interval=0), task=0, epoch=1)
-    told["one then two"] = finish(make("one then two", CASES["podnet+ivt"], out / "bases"))
-    told["evaluation"] = evaluate(make("evaluated", CASES["podnet+ivt"]), out)
+        results[f"end of {name}"] = [correct, {key: hashed(tensor) for key, tensor in run.state.tensors().items()}]
+    results["shared"] = finish(make("shared", CASES["finetune"], out / "bases"))["base"]
+    results["shares"] = finish(make("shares", quick("finetune", "ivt", finetune=STILL), out / "bases"))["base"]
+    interrupt(make("two then one", CASES["podnet+ivt"], out / "bases", save_interval=0), task=0, epoch=1)
+    results["one then two"] = finish(make("one then two", CASES["podnet+ivt"], out / "bases"))
+    results["evaluation"] = evaluate(make("evaluated", CASES["podnet+ivt"]), out)
     norm = Norm(3)
     distributed.set_sync_batchnorm(norm, True)
     assert type(norm) is SyncNorm
@@ -162,8 +162,8 @@ def work(out: Path) -> None:
         "c": torch.ones(2) > distributed.rank,
     }
     distributed.broadcast(mixed)
-    told["broadcast"] = {name: tensor.tolist() for name, tensor in mixed.items()}
-    (out / f"told-{distributed.rank}.json").write_text(json.dumps(told))
+    results["broadcast"] = {name: tensor.tolist() for name, tensor in mixed.items()}
+    (out / f"results-{distributed.rank}.json").write_text(json.dumps(results))
     distributed.close()
 
 
@@ -171,26 +171,26 @@ def hashed(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
-def record_run(told: dict[str, Any], run: Run) -> None:
-    """What the rank's generators were seeded with, and the weights it ended with."""
+def record_run(results: dict[str, Any], run: Run) -> None:
+    """The seeds of the process's generators, and its final weights."""
     seeds: list[tuple[int, int]] = []
     original = StageLoop.begin_epoch
 
-    def prepare(self: StageLoop, epoch: int, shuffle: torch.Generator) -> None:
+    def begin_epoch(self: StageLoop, epoch: int, shuffle: torch.Generator) -> None:
         seeds.append((self.views_generator.initial_seed(), shuffle.initial_seed()))
         original(self, epoch, shuffle)
 
-    StageLoop.begin_epoch = prepare  # type: ignore[method-assign]
+    StageLoop.begin_epoch = begin_epoch  # type: ignore[method-assign]
     try:
-        told["local"] = finish(run)
+        results["local"] = finish(run)
     finally:
         StageLoop.begin_epoch = original  # type: ignore[method-assign]
-    told["seeds"] = seeds
-    told["weights"] = {name: hashed(tensor) for name, tensor in run.state.tensors().items()}
+    results["seeds"] = seeds
+    results["weights"] = {name: hashed(tensor) for name, tensor in run.state.tensors().items()}
 
 
 def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
-    """Counts of the model that one process has trained, over few and many rows."""
+    """Correct counts of a model trained by one process, on few and many rows."""
     run.config = run.config.model_copy(
         update={"start": str(out / "one" / "podnet+ivt" / "snapshots" / "task-01.safetensors")}
     )
@@ -209,13 +209,13 @@ def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
 
 @pytest.fixture(scope="module")
 def left(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs of one process, those of two, and what the two told."""
+    """A folder with the runs of one process, the runs of two, and the results of each."""
     out = tmp_path_factory.mktemp("ranks")
     data = {"digits": still(digits), "packed": still_store(out)}
     for name, given in CASES.items():
         finish(Run(resolve(given), data[given["dataset"]], out / "one" / name))
     half = Run(resolve(CASES["podnet+ivt"]), data["digits"], out / "two" / "one then two", save_interval=0)
-    break_off(half, task=1, epoch=1)
+    interrupt(half, task=1, epoch=1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
     process = subprocess.Popen(
@@ -231,9 +231,9 @@ def left(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def told(left: Path, rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((left / f"told-{rank}.json").read_text())
-    return found
+def results_of(left: Path, rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((left / f"results-{rank}.json").read_text())
+    return results
 
 
 def close(a: Path, b: Path, within: float) -> None:
@@ -247,7 +247,7 @@ def close(a: Path, b: Path, within: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_two_ranks_end_where_one_ends(case: str, left: Path) -> None:
+def test_two_processes_end_with_the_weights_of_one(case: str, left: Path) -> None:
     """Weights, buffers, exemplars, Fisher sums: every tensor of every task's snapshot."""
     for task in range(3):
         file = f"snapshots/task-{task:02d}.safetensors"
@@ -262,38 +262,38 @@ def test_two_ranks_end_where_one_ends(case: str, left: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_streams_its_own_rows(left: Path) -> None:
+def test_every_process_uses_a_streamed_source(left: Path) -> None:
     for rank in (0, 1):
-        sources = told(left, rank)["sources"]
+        sources = results_of(left, rank)["sources"]
         assert sources["streamed"] == ["StreamedSource"] * 2
         assert sources["finetune"] == ["ImageSource"] * 2
 
 
 @pytest.mark.slow
-def test_the_first_rank_alone_writes(left: Path) -> None:
-    assert told(left, 1)["writes"] == []
-    written = [path for path in told(left, 0)["writes"] if path.endswith("record.json")]
+def test_only_rank_0_writes_files(left: Path) -> None:
+    assert results_of(left, 1)["writes"] == []
+    written = [path for path in results_of(left, 0)["writes"] if path.endswith("record.json")]
     assert len(written) == len(set(written)) == len(CASES) + len(OTHERS) + 4
     for case in CASES:
-        assert told(left, 0)[case]["correct"] == told(left, 1)[case]["correct"]
+        assert results_of(left, 0)[case]["correct"] == results_of(left, 1)[case]["correct"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(OTHERS))
-def test_both_ranks_end_at_the_same_place(case: str, left: Path) -> None:
+def test_both_processes_end_in_the_same_state(case: str, left: Path) -> None:
     """Weights, store, add-ons' state, bit for bit."""
-    first, second = told(left, 0)[f"end of {case}"], told(left, 1)[f"end of {case}"]
+    first, second = results_of(left, 0)[f"end of {case}"], results_of(left, 1)[f"end of {case}"]
     assert len(first[1]) > 10
     assert first == second
 
 
 @pytest.mark.slow
-def test_going_on_with_another_number_of_ranks(left: Path, digits: Dataset) -> None:
+def test_resume_with_another_number_of_processes(left: Path, digits: Dataset) -> None:
     out = left / "two" / "two then one"
     assert (out / "checkpoint.safetensors").exists()
     record = finish(Run(resolve(CASES["podnet+ivt"]), still(digits), out, left / "bases"))
     assert record["engine"]["ranks"] == [2, 1]
-    assert told(left, 0)["one then two"]["engine"]["ranks"] == [1, 2]
+    assert results_of(left, 0)["one then two"]["engine"]["ranks"] == [1, 2]
     for folder in ("two then one", "one then two"):
         for task in range(3):
             file = f"snapshots/task-{task:02d}.safetensors"
@@ -301,17 +301,17 @@ def test_going_on_with_another_number_of_ranks(left: Path, digits: Dataset) -> N
 
 
 @pytest.mark.slow
-def test_a_base_is_shared_among_runs_of_as_many_ranks(left: Path) -> None:
-    """Published once by two ranks and found by two; one that changed its number published none."""
-    assert told(left, 0)["shared"] == {}
+def test_base_is_shared_among_runs_with_the_same_number_of_processes(left: Path) -> None:
+    """Published by a run on two processes and loaded by another. A run that changed their number publishes none."""
+    assert results_of(left, 0)["shared"] == {}
     for rank in (0, 1):
-        assert told(left, rank)["shares"]["shared"]
+        assert results_of(left, rank)["shares"]["shared"]
     assert len(list((left / "bases").glob("*.safetensors"))) == 1
 
 
 @pytest.mark.slow
-def test_evaluation_is_gathered(left: Path, digits: Dataset) -> None:
-    """Also where there are fewer rows than ranks, and where they do not divide."""
+def test_evaluation_sums_over_processes(left: Path, digits: Dataset) -> None:
+    """Also with fewer rows than processes, and numbers that are not divisible."""
     given = {**CASES["podnet+ivt"], "start": str(left / "one" / "podnet+ivt" / "snapshots" / "task-01.safetensors")}
     run = Run(resolve(given), still(digits), left / "evaluated alone")
     for event in run.events():
@@ -321,11 +321,11 @@ def test_evaluation_is_gathered(left: Path, digits: Dataset) -> None:
     rows = parts.test.rows_of(0, task.n_seen)
     alone = [correct_by_class(parts.method, parts.world, parts.test, rows[::2][:n], task) for n in COUNTS]
     assert sum(alone[-1]["cnn"]) > 0
-    assert told(left, 0)["evaluation"] == told(left, 1)["evaluation"] == alone
+    assert results_of(left, 0)["evaluation"] == results_of(left, 1)["evaluation"] == alone
 
 
 def two_commands(*arguments: str | Path, killed_at: Path | None = None) -> list[tuple[int, str]]:
-    """Exit status and error output of each of two ranks of one command; the second is killed once a file is there."""
+    """Exit status and error output of two processes of a command. The second is killed once a file exists."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -352,8 +352,8 @@ def two_commands(*arguments: str | Path, killed_at: Path | None = None) -> list[
 
 
 @pytest.mark.slow
-def test_what_the_first_rank_finds_wrong_is_told_by_it_alone(tmp_path: Path) -> None:
-    """The others lose their connection to it, which is no news: data that are missing, a batch that does not divide."""
+def test_only_rank_0_reports_a_user_error(tmp_path: Path) -> None:
+    """The others lose their connection and stay silent: missing data, a batch that is not divisible."""
     common = ("run", "--method", "finetune", "--device", "cpu", "--out", tmp_path / "run")
     missing = two_commands(*common, "--dataset", "folder", "--data-root", tmp_path / "nowhere")
     assert [status for status, _ in missing] == [1, 1]
@@ -368,30 +368,30 @@ def test_what_the_first_rank_finds_wrong_is_told_by_it_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_killed_says_nothing_so_the_first_does(tmp_path: Path) -> None:
+def test_rank_0_reports_a_killed_process(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = ("run", "--method", "podnet", "--device", "cpu", "--out", out, "--set", "podnet.epochs=500")
     first, second = two_commands(*command, killed_at=out / "checkpoint.safetensors")
     assert second[0] == -signal.SIGKILL
     assert read_meta(out / "checkpoint.safetensors")["position"]
     if first[0] == -signal.SIGABRT and "gloo::" in first[1]:
-        return  # a thread of gloo's saw it first, and ends the process: https://github.com/pytorch/pytorch/issues/50701
+        return  # a thread of gloo noticed first and aborts: https://github.com/pytorch/pytorch/issues/50701
     assert first[0] == 1, first[1]
     assert "one that was killed gives none" in first[1]
     assert "Start the same command again" in first[1]
     assert "Traceback" not in first[1]
 
 
-def test_the_first_rank_speaks_for_all() -> None:
+def test_only_rank_0_checks_batch_sizes() -> None:
     stages = [Stage("main", "main", epochs=1, batch_size=33, optimizer=Optimizer("sgd"))]
     with pytest.raises(ConfigError, match=r"batches of 33, which 2 processes .*divisible by 2"):
         Distributed(0, 2).check_batch_sizes(stages)
     Distributed(1, 2).check_batch_sizes(stages)
 
 
-def test_a_closed_connection_is_no_news_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_connection_is_a_peer_failure_only_if_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:41001")
-    assert not is_peer_failure(closed)  # alone, it is somebody else's connection
+    assert not is_peer_failure(closed)  # a single process has no peers
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert is_peer_failure(closed)
@@ -400,17 +400,17 @@ def test_a_closed_connection_is_no_news_among_several(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_orders_are_common_and_views_are_not(left: Path) -> None:
-    first, second = told(left, 0)["seeds"], told(left, 1)["seeds"]
+def test_processes_share_the_order_of_rows_but_not_their_views(left: Path) -> None:
+    first, second = results_of(left, 0)["seeds"], results_of(left, 1)["seeds"]
     assert [shuffle for _, shuffle in first] == [shuffle for _, shuffle in second]
     assert all(a != b for (a, _), (b, _) in zip(first, second, strict=True))
     assert len(first) == 2 * 3 + 2 * 2  # two epochs of three main stages and two balanced ones
 
 
 @pytest.mark.slow
-def test_ranks_agree_where_each_norm_sees_its_own_batch(left: Path) -> None:
-    """Not synchronized: running statistics are averaged as each epoch ends, and everything else is the same."""
-    assert told(left, 0)["weights"] == told(left, 1)["weights"]
+def test_processes_agree_without_synchronized_batchnorm(left: Path) -> None:
+    """Running statistics are averaged at the end of each epoch."""
+    assert results_of(left, 0)["weights"] == results_of(left, 1)["weights"]
     config = json.loads((left / "two" / "local" / "record.json").read_text())["config"]
     assert config["sync_batchnorm"] is False
     synchronized = weights(left / "two" / "podnet+ivt" / "snapshots" / "task-00.safetensors")
@@ -422,7 +422,7 @@ def test_ranks_agree_where_each_norm_sees_its_own_batch(left: Path) -> None:
 
 
 @pytest.mark.slow
-def test_synchronized_norm(left: Path) -> None:
+def test_sync_norm_equals_batchnorm_on_the_whole_batch(left: Path) -> None:
     """Against torch's own BatchNorm on the whole batch: output, gradients, statistics."""
     whole = norm_case(0, 1)[0]
     y, x_grad, weight_grad, mean, variance = run_norm(nn.BatchNorm2d(3), whole)
@@ -438,12 +438,12 @@ def test_synchronized_norm(left: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_ranks_values_are_broadcast(left: Path) -> None:
+def test_values_of_rank_0_are_broadcast(left: Path) -> None:
     for rank in (0, 1):
-        assert told(left, rank)["broadcast"] == {"a": [1.0], "b": [[0, 7]], "c": [True, True]}
+        assert results_of(left, rank)["broadcast"] == {"a": [1.0], "b": [[0, 7]], "c": [True, True]}
 
 
-def test_alone_nothing_is_sent() -> None:
+def test_single_process_changes_nothing() -> None:
     alone, tensor = Distributed(), torch.ones(3)
     alone.broadcast({"a": tensor})
     alone.mean_([tensor])

@@ -1,6 +1,6 @@
-"""Every draw inside a step differs from step to step, captured as well as eager: those of the views and of the losses.
+"""Random draws of views and losses differ from step to step, captured and eager.
 
-The learning rates are zero, the rows the same and statistics put back, so that nothing but draws can change a term.
+The learning rates are zero, the rows are the same and the statistics are restored, so only draws can change a loss.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def wait() -> None:
 
 @contextmanager
 def at_stage(run: Run, name: str) -> Iterator[StageLoop]:
-    """The first increment's stage of that name, about to begin, with rates of zero."""
-    events = run.events()  # kept: a run nobody turns any more ends
+    """The stage of that name of the first increment, before its first step, with learning rates of zero."""
+    events = run.events()  # referenced until the end: a run ends with its generator
     for event in events:
         if isinstance(event, ev.StageStarted) and (event.task, event.stage) == (1, name):
             break
@@ -40,7 +40,7 @@ def at_stage(run: Run, name: str) -> Iterator[StageLoop]:
     assert loop is not None
     assert (loop.replay is not None) == (run.parts.engine == "graph")
     assert loop.optimizer is not None
-    loop.order.copy_(loop.rows.flip(0)[: len(loop.order)])  # exemplars are the last rows, and some losses draw for them
+    loop.order.copy_(loop.rows.flip(0)[: len(loop.order)])  # the last rows are exemplars, for which some losses draw
     for group in loop.optimizer.param_groups:
         group["lr"].zero_()
     yield loop
@@ -48,8 +48,8 @@ def at_stage(run: Run, name: str) -> Iterator[StageLoop]:
 
 
 def steps(run: Run, loop: StageLoop, fixed: tuple[bool, bool]) -> torch.Tensor:
-    """Loss terms of some steps on the same rows; `fixed`: whether views and losses draw the same every time."""
-    found = []
+    """Loss terms of some steps on the same rows. `fixed`: whether views and losses are reseeded before each."""
+    terms = []
     buffers = {buffer: buffer.clone() for buffer in loop.method.buffers()}
     for number in range(STEPS):
         for generator, same in zip((loop.views_generator, loop.world.generator), fixed, strict=True):
@@ -61,38 +61,38 @@ def steps(run: Run, loop: StageLoop, fixed: tuple[bool, bool]) -> torch.Tensor:
         wait()
         (loop.replay or loop.step)()
         wait()
-        found.append(loop.history[0].detach().cpu().clone())
-    return torch.stack(found)
+        terms.append(loop.history[0].detach().cpu().clone())
+    return torch.stack(terms)
 
 
-def all_alike(terms: torch.Tensor) -> bool:
+def all_equal(terms: torch.Tensor) -> bool:
     return bool(torch.isclose(terms, terms[:1], rtol=1e-4, atol=1e-7).all())
 
 
 def all_differ(terms: torch.Tensor) -> bool:
-    """Each step has a term that is unlike that of every other step."""
+    """Whether any two steps differ in some term."""
     return all(not torch.isclose(a, b, rtol=2e-4, atol=1e-7).all() for a, b in itertools.combinations(terms, 2))
 
 
 @pytest.mark.parametrize("engine", ["eager", pytest.param("graph", marks=gpu)])
 @pytest.mark.parametrize("method", ["finetune", *DRAWING])
-def test_draws_of_a_step(method: str, engine: str, few: Dataset, tmp_path: Path) -> None:
+def test_views_and_losses_draw_anew_in_every_step(method: str, engine: str, few: Dataset, tmp_path: Path) -> None:
     device = "cuda" if engine == "graph" else "cpu"
     own = {"brightness": 0.2, **DRAWING.get(method, {})}
     given = quick(method, base_classes=4, engine=engine, device=device, precision="fp32", **{method: own})
     run = make_run(few, tmp_path / "run", given)
     with at_stage(run, "main") as loop:
-        assert all_alike(steps(run, loop, (True, True)))
+        assert all_equal(steps(run, loop, (True, True)))
         assert all_differ(steps(run, loop, (False, True)))
         drawn = steps(run, loop, (True, False))
-    assert all_differ(drawn) if method in DRAWING else all_alike(drawn)
+    assert all_differ(drawn) if method in DRAWING else all_equal(drawn)
 
 
 @pytest.mark.parametrize("engine", ["eager", pytest.param("graph", marks=gpu)])
-def test_draws_of_an_add_ons_stage(engine: str, few: Dataset, tmp_path: Path) -> None:
+def test_loss_of_an_addon_draws_anew_in_every_step(engine: str, few: Dataset, tmp_path: Path) -> None:
     device = "cuda" if engine == "graph" else "cpu"
     given = quick("podnet", "eopc", engine=engine, device=device, precision="fp32")
     run = make_run(few, tmp_path / "run", given)
     with at_stage(run, "eopc-path") as loop:
-        assert all_alike(steps(run, loop, (True, True)))
+        assert all_equal(steps(run, loop, (True, True)))
         assert all_differ(steps(run, loop, (True, False)))

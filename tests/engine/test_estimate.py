@@ -1,4 +1,4 @@
-"""The share of a run that is done."""
+"""The fraction of a run that is done."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.conftest import make_run, quick
 
 
 @pytest.mark.parametrize("stop_after", [None, 2])
-def test_shares_go_from_the_first_epoch_to_all(stop_after: int | None, few: Dataset, tmp_path: Path) -> None:
-    """Six classes of 40 images, two epochs each; a run of two tasks alone has 80 + 80 images, not all 240."""
+def test_fraction_grows_to_one_with_each_epoch(stop_after: int | None, few: Dataset, tmp_path: Path) -> None:
+    """Six classes of 40 images, two epochs each. A run of two tasks has 80 + 80 images, not 240."""
     run = make_run(few, tmp_path, quick("finetune", **({} if stop_after is None else {"stop_after": stop_after})))
-    shares = [event.fraction for event in run.events() if isinstance(event, ev.EpochEnded)]
+    fractions = [event.fraction for event in run.events() if isinstance(event, ev.EpochEnded)]
     epochs = 2 * (stop_after or 3)
-    assert shares == pytest.approx([done / epochs for done in range(1, epochs + 1)])
+    assert fractions == pytest.approx([done / epochs for done in range(1, epochs + 1)])

@@ -1,4 +1,4 @@
-"""No step waits for the device: every stage of every method and add-on, as far as it claims to be capturable."""
+"""No step synchronizes with the device: every stage of every method and add-on that can be captured."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from incvec.engine.loop import StageLoop
 from incvec.engine.run import finish
 from incvec.methods import METHODS, find_method
 from tests.conftest import make_run, quick
-from tests.hot_path import NoReading
+from tests.hot_path import NoSynchronization
 
 TRAINED = [name for name in sorted(METHODS) if find_method(name).trains]
 
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Watch every step of every stage but the first, which may make buffers; yields the steps by stage. Optimizers have
-    a kernel of their own on a CPU, which reads its rate; on a GPU they read none.
+    """Refuse synchronization in all steps but a stage's first one, which may allocate; yields the number of steps.
+
+    Optimizers are excluded: on a CPU their fused kernel reads the learning rate, on a GPU it does not.
     """
     seen: dict[str, int] = {}
     step = StageLoop.step
@@ -33,17 +34,17 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         if loop.stage.eager is not None:
             return step(loop)
         seen[loop.stage.name] = seen.get(loop.stage.name, 0) + 1
-        with NoReading() as mode, monkeypatch.context() as patch:
-            mode.resting = seen[loop.stage.name] == 1
+        with NoSynchronization() as mode, monkeypatch.context() as patch:
+            mode.paused = seen[loop.stage.name] == 1
             if loop.optimizer is not None:
                 real = loop.optimizer.step
 
-                def rest() -> None:
-                    before, mode.resting = mode.resting, True
+                def unwatched() -> None:
+                    before, mode.paused = mode.paused, True
                     real()
-                    mode.resting = before
+                    mode.paused = before
 
-                patch.setattr(loop.optimizer, "step", rest)
+                patch.setattr(loop.optimizer, "step", unwatched)
             step(loop)
         return None
 
@@ -53,20 +54,24 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 @pytest.mark.parametrize("method", TRAINED)
-def test_methods(method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_do_not_synchronize_with_the_device(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with watched(monkeypatch) as steps:
         finish(make_run(few, tmp_path, quick(method, tasks=1)))
     assert max(steps.values()) > 1
 
 
 @pytest.mark.parametrize("addon", sorted(ADDONS))
-def test_add_ons(addon: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addons_do_not_synchronize_with_the_device(
+    addon: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with watched(monkeypatch) as steps:
         finish(make_run(few, tmp_path, quick("podnet", addon, tasks=1)))
     assert steps["main"] > 1
 
 
-def test_restored_puts_values_back_also_after_an_error() -> None:
+def test_restored_restores_values_after_an_error() -> None:
     weight, empty = torch.arange(6.0).reshape(2, 3), torch.zeros(0)
 
     def fail() -> None:

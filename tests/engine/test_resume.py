@@ -1,4 +1,4 @@
-"""A run that was broken off goes on as if nothing had happened, bit for bit."""
+"""A run that was interrupted or killed ends with the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from incvec.presets import resolve
 from tests.conftest import always_saving_run, make_run, quick, same_record, same_weights
 
 
-class Broken(Exception):
+class Interrupted(Exception):
     pass
 
 
-def break_after(run: Run, count: int) -> bool:
-    """Turn the run for `count` events, then drop it as a kill would; True when it was finished before."""
+def interrupt_after(run: Run, count: int) -> bool:
+    """Drop the run after `count` events; True if it finished before."""
     for number, event in enumerate(run.events()):
         if isinstance(event, ev.Finished):
             return True
@@ -39,19 +39,21 @@ def break_after(run: Run, count: int) -> bool:
 
 @pytest.mark.parametrize("method", sorted(METHODS))
 @pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+def test_run_interrupted_at_every_event_resumes_to_the_same_bits(
+    method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path
+) -> None:
     kind = find_method(method)
     if addons and (kind.joint or not kind.trains):
-        pytest.skip("no increment: ivt incompatibility it")
+        pytest.skip("IVT needs increments")
     given = quick(method, *addons)
     whole = make_run(few, tmp_path / "whole", given)
     record = finish(whole)
     out = tmp_path / "broken"
     breaks = 0
-    while not break_after(always_saving_run(few, out, given), 2 + breaks % 3):
+    while not interrupt_after(always_saving_run(few, out, given), 2 + breaks % 3):
         breaks += 1
         assert breaks < 200
-    assert breaks > (5 if kind.trains else 1)  # without stages there is little to break off
+    assert breaks > (5 if kind.trains else 1)  # without stages there are few events
     again = finish(make_run(few, out, given))
     same_record(again, record)
     for task in range(len(whole.parts.tasks)):
@@ -59,7 +61,9 @@ def test_broken_off_at_every_event(method: str, addons: tuple[str, ...], few: Da
 
 
 @pytest.mark.parametrize("hook", ["begin_task", "begin_stage", "end_stage", "end_task", "begin_evaluation", "grow"])
-def test_broken_off_inside_hooks(hook: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_interrupted_inside_hooks_resumes_to_the_same_bits(
+    hook: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from incvec.methods.podnet import PODNet
 
     given = quick("podnet", "ivt")
@@ -73,7 +77,7 @@ def test_broken_off_inside_hooks(hook: str, few: Dataset, tmp_path: Path, monkey
         calls += 1
         result = original(self, *arguments)
         if calls in (1, 3, 4, 9, 14):
-            raise Broken
+            raise Interrupted
         return result
 
     out = tmp_path / "broken"
@@ -83,10 +87,10 @@ def test_broken_off_inside_hooks(hook: str, few: Dataset, tmp_path: Path, monkey
             try:
                 again = finish(make_run(few, out, given))
                 break
-            except Broken:
+            except Interrupted:
                 continue
         else:
-            pytest.fail("the run never came to its end")
+            pytest.fail("the run did not finish")
     same_record(again, record)
     same_weights(whole.snapshot_path(2), out / "snapshots" / "task-02.safetensors")
 
@@ -104,7 +108,7 @@ finish(Run(resolve({given!r}), load_dataset("digits"), Path({out!r}), save_inter
 
 
 def kill_until_done(given: dict[str, Any], out: Path, seed: int, span: float) -> int:
-    """Start the run in a process of its own and kill it at random moments, until it gets to its end."""
+    """Run in another process, kill it at random moments and start it again, until it finishes."""
     chance = random.Random(seed)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     kills = 0
@@ -112,13 +116,13 @@ def kill_until_done(given: dict[str, Any], out: Path, seed: int, span: float) ->
         process = subprocess.Popen([sys.executable, "-c", SCRIPT.format(given=given, out=str(out))], env=environment)
         before = out / "checkpoint.safetensors"
         stamp = before.stat().st_mtime_ns if before.exists() else 0
-        # Wait for the first sign of progress, so that every life gets somewhere; then any moment will do.
+        # Wait for a new checkpoint first, so that every process makes progress.
         while process.poll() is None:
             if before.exists() and before.stat().st_mtime_ns != stamp:
                 break
             time.sleep(0.005)
         try:
-            process.wait(timeout=chance.uniform(0, span if kills else 0.05))  # the first life is cut short for sure
+            process.wait(timeout=chance.uniform(0, span if kills else 0.05))  # the first process is always killed
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -146,12 +150,12 @@ def check_kills(method: str, tmp_path: Path, digits: Dataset, epochs: int, span:
     return kills
 
 
-def test_killed_at_random_moments(tmp_path: Path, digits: Dataset) -> None:
-    """SIGKILL, several times over; PODNet with IVT, so herding and the balanced stage are hit too."""
+def test_run_killed_at_random_moments_resumes_to_the_same_bits(tmp_path: Path, digits: Dataset) -> None:
+    """SIGKILL, several times; PODNet with IVT, so herding and the balanced stage may be hit, too."""
     assert check_kills("podnet", tmp_path, digits, epochs=12, span=1.5) >= 2
 
 
-WOUNDS = """
+KILL_INSIDE = """
 import os, signal
 import incvec.methods.common as common
 from incvec.engine import loop as stage
@@ -161,7 +165,7 @@ def die(*about):
     global visits
     visits += 1
     if visits == {visit}:
-        if about:  # half of a file is on the disk
+        if about:  # leave half of a file on the disk
             os.ftruncate(about[0], os.fstat(about[0]).st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
 herd, step, forward, fchmod = common.herd, stage.StageLoop.step, PODNet.forward, os.fchmod
@@ -187,16 +191,18 @@ if place == "writing": os.fchmod = writing
 """
 
 
-def test_killed_inside_herding_writing_the_balanced_stage_and_evaluation(tmp_path: Path, digits: Dataset) -> None:
-    """One life after another ends by SIGKILL, each in the midst of something else; the last one gets to the end."""
+def test_run_killed_inside_herding_writing_balanced_stage_and_evaluation(tmp_path: Path, digits: Dataset) -> None:
+    """Several processes are killed one after the other, each in another place; the last one finishes."""
     given = long_enough("podnet", epochs=2)
     whole = Run(resolve(given), digits, tmp_path / "whole")
     record = finish(whole)
     out, chance = tmp_path / "killed", random.Random(3)
     for place, most in (("herding", 2), ("writing", 4), ("balance", 2), ("evaluation", 1)):
-        script = WOUNDS.format(place=place, visit=chance.randint(1, most)) + SCRIPT.format(given=given, out=str(out))
-        life = subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        assert life.returncode == -signal.SIGKILL, place
+        script = KILL_INSIDE.format(place=place, visit=chance.randint(1, most)) + SCRIPT.format(
+            given=given, out=str(out)
+        )
+        done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        assert done.returncode == -signal.SIGKILL, place
         if place == "writing":
             assert list(tmp_path.glob("killed/**/.*.safetensors.*"))
     again = finish(Run(resolve(given), digits, out))
@@ -207,43 +213,47 @@ def test_killed_inside_herding_writing_the_balanced_stage_and_evaluation(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(set(METHODS) - {"joint", "zeroshot"}))
-def test_every_method_killed_at_random_moments(method: str, tmp_path: Path, digits: Dataset) -> None:
+def test_every_method_killed_at_random_moments_resumes_to_the_same_bits(
+    method: str, tmp_path: Path, digits: Dataset
+) -> None:
     assert check_kills(method, tmp_path, digits, epochs=4, span=4.0) >= 1
 
 
-def test_killed_while_a_checkpoint_is_written(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write that stops half-way leaves the checkpoint before it in place."""
+def test_interrupted_write_leaves_the_previous_checkpoint(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that is interrupted before the rename."""
     given = quick("podnet")
     record = finish(make_run(few, tmp_path / "whole", given))
     calls = 0
 
-    def torn(source: str, target: Any) -> None:
+    def interrupted(source: str, target: Any) -> None:
         nonlocal calls
         calls += 1
         if calls % 4 == 0:
-            raise Broken  # the temporary file is complete or not; it was never renamed
+            raise Interrupted  # the temporary file was not renamed
         real(source, target)
 
     real = os.replace
     out = tmp_path / "broken"
     with monkeypatch.context() as patch:
-        patch.setattr("incvec.atomic_files.os.replace", torn)
+        patch.setattr("incvec.atomic_files.os.replace", interrupted)
         for _ in range(40):
             try:
                 again = finish(always_saving_run(few, out, given))
                 break
-            except Broken:
+            except Interrupted:
                 continue
         else:
-            pytest.fail("the run never came to its end")
+            pytest.fail("the run did not finish")
     same_record(again, record)
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_other_images_are_refused(done: bool, few: Dataset, tmp_path: Path) -> None:
-    """In a folder whose run is done, and in one whose run was broken off."""
+def test_folder_of_a_run_with_other_images_is_refused(done: bool, few: Dataset, tmp_path: Path) -> None:
+    """Of a finished run, and of an interrupted one."""
     run = always_saving_run(few, tmp_path, quick("finetune"))
-    assert break_after(run, 1000 if done else 8) is done
+    assert interrupt_after(run, 1000 if done else 8) is done
     assert run.record_path.exists() is done
     assert run.checkpoint_path.exists() is not done
     other = replace(few, fingerprint="seven digits")

@@ -1,4 +1,4 @@
-"""A run's story: hooks in their order, rows in an order of their own, terms as logged, images as scored."""
+"""The order of hooks and rows, logged loss terms, and evaluation."""
 
 from __future__ import annotations
 
@@ -9,37 +9,41 @@ import pytest
 import torch
 
 from incvec.addons.ivt import IVTAddOn
+from incvec.contracts import Batch, Terms
 from incvec.data import Dataset, source
 from incvec.engine import evaluate
 from incvec.engine.losses import LossHistory, mean_terms
+from incvec.engine.run import finish
+from incvec.errors import TrainingError
 from incvec.methods.finetune import Finetune
 from tests.addons.tools import record_batches, run_on, watch
+from tests.conftest import make_run, quick
 
 
-def test_hooks_run_in_the_order_of_architecture_md(
+def test_hooks_are_called_in_the_documented_order(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
+    calls: list[str] = []
     hooks = {
         "m": (Finetune, "grow begin_task begin_stage gradients end_stage end_task begin_evaluation"),
         "a": (IVTAddOn, "begin_task begin_stage begin_epoch gradients end_epoch end_stage end_task deployed"),
     }
     for who, (owner, names) in hooks.items():
         for name in names.split():
-            watch(monkeypatch, owner, name, before=lambda *_, text=f"{who}.{name}", **__: heard.append(text))
+            watch(monkeypatch, owner, name, before=lambda *_, text=f"{who}.{name}", **__: calls.append(text))
     run_on(few, tmp_path, "finetune", "ivt", finetune={"epochs": 1}, tasks=1)
     steps = ["m.gradients", "a.gradients"]
-    second = heard[len(heard) - heard[::-1].index("m.grow") - 1 :]
-    told = [text for text, _ in groupby("steps" if text in steps else text for text in second)]
-    assert told == [
+    second = calls[len(calls) - calls[::-1].index("m.grow") - 1 :]
+    order = [text for text, _ in groupby("steps" if text in steps else text for text in second)]
+    assert order == [
         "m.grow", "m.begin_task", "a.begin_task", "m.begin_stage", "a.begin_stage", "a.begin_epoch", "steps",
         "a.end_epoch", "a.end_stage", "m.end_stage", "a.end_task", "m.end_task", "a.deployed", "m.begin_evaluation",
     ]  # fmt: skip
-    taken = [text for text in second if text in steps]
-    assert taken == steps * (len(taken) // 2)
+    in_steps = [text for text in second if text in steps]
+    assert in_steps == steps * (len(in_steps) // 2)
 
 
-def test_every_epoch_has_an_order_of_its_own(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_epoch_shuffles_rows_differently(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = record_batches(monkeypatch)
     run = run_on(few, tmp_path, "joint", joint={"epochs": 3, "batch_size": 4})
     steps = len(run.parts.world.train.labels) // 4
@@ -51,12 +55,12 @@ def test_every_epoch_has_an_order_of_its_own(few: Dataset, tmp_path: Path, monke
     assert not torch.equal(epochs[1], epochs[2])
 
 
-def test_a_logged_term_is_the_mean_over_the_epochs_steps() -> None:
+def test_logged_term_is_the_mean_over_the_steps() -> None:
     history = LossHistory(0, torch.tensor([[1.0, 2.0], [3.0, 6.0]]), None)
     assert mean_terms(history, ["a", "b"], "", str) == {"a": 2.0, "b": 4.0}
 
 
-def test_the_padding_of_the_last_chunk_counts_for_nothing(
+def test_padding_of_the_last_chunk_is_not_counted(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_on(few, tmp_path, "finetune", finetune={"epochs": 5}, tasks=1)
@@ -65,5 +69,20 @@ def test_the_padding_of_the_last_chunk_counts_for_nothing(
     whole = evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task)
     assert sum(whole["cnn"]) > 0
     for chunk in range(2, 12):
-        monkeypatch.setattr(source, "CHUNK", chunk)
+        monkeypatch.setattr(source, "MAX_ROWS", chunk)
         assert evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task) == whole
+
+
+def test_loss_without_gradients_for_the_backbone_is_refused(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Finetune.loss
+
+    def cut(self: Finetune, batch: Batch) -> Terms:
+        with torch.no_grad():
+            features = self.model(batch.images).features
+        return {"ce": self.model.head(features).square().mean()} if self.task.index else original(self, batch)
+
+    monkeypatch.setattr(Finetune, "loss", cut)
+    with pytest.raises(TrainingError, match="depends on none of them"):
+        finish(make_run(few, tmp_path / "run", quick("finetune")))

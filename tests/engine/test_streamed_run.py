@@ -1,4 +1,4 @@
-"""Runs on a packed store: resident or streamed, the same record and the same bits."""
+"""Runs on a packed store: on the device or streamed, with the same record and the same bits."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(store: Path, out: Path, placement: str, given: dict[str, Any]) -> Run:
     config = resolve({**given, "dataset": "packed"})
-    return Run(config, load_dataset("packed", store, size=config.image_size, placement=placement), out, None)
+    return Run(config, load_dataset("packed", store, image_size=config.image_size, placement=placement), out, None)
 
 
 @pytest.mark.parametrize(("method", "addons"), [("podnet", ("ivt",)), ("pass", ()), ("fcs", ()), ("bic", ())])
-def test_streamed_and_resident_runs_end_alike(
+def test_streamed_and_resident_runs_end_with_the_same_bits(
     store: Path, tmp_path: Path, method: str, addons: tuple[str, ...]
 ) -> None:
     given = quick(method, *addons, **{method: {"batch_size": 8}}, **({"ivt": {"batchnorm": "layer"}} if addons else {}))
@@ -50,7 +50,7 @@ def test_streamed_and_resident_runs_end_alike(
     same_weights(tmp_path / "resident" / last, tmp_path / "streamed" / last)
 
 
-def test_the_network_sees_resized_crops(large: Path, tmp_path: Path) -> None:
+def test_network_input_has_image_size(large: Path, tmp_path: Path) -> None:
     given = {**quick("finetune", finetune={"batch_size": 4}), "base_classes": 2, "tasks": 1, "image_size": 24}
     one = run(large, tmp_path / "run", "streamed", given)
     record = finish(one)
@@ -58,14 +58,14 @@ def test_the_network_sees_resized_crops(large: Path, tmp_path: Path) -> None:
     assert len(record["accuracy"]) == 2
 
 
-def test_the_record_says_what_the_data_is(store: Path, tmp_path: Path) -> None:
+def test_record_describes_the_packed_data(store: Path, tmp_path: Path) -> None:
     record = finish(run(store, tmp_path / "run", "resident", quick("finetune")))
     assert record["data"]["side"] == 12
     assert record["data"]["class_list"] is None
 
 
-def test_a_network_for_larger_images_is_told_of(store: Path, large: Path, tmp_path: Path) -> None:
-    """Images of 12 x 12 under the network that the preset of a packed store has, whose stride is 32."""
+def test_notice_about_a_network_for_larger_images(store: Path, large: Path, tmp_path: Path) -> None:
+    """Images of 12 x 12 with the network of the packed store's preset, whose stride is 32."""
     given = quick("finetune", finetune={"batch_size": 8, "epochs": 1, "net": "resnet18"}, stop_after=1)
     notices = finish(run(store, tmp_path / "small", "resident", given))["engine"]["notices"]
     assert notices == [
@@ -76,8 +76,8 @@ def test_a_network_for_larger_images_is_told_of(store: Path, large: Path, tmp_pa
     assert notices == []
 
 
-def test_the_record_names_the_class_list(store: Path, tmp_path: Path) -> None:
-    """A public one by its name, a file by its name and a digest of its classes."""
+def test_record_contains_the_class_list(store: Path, tmp_path: Path) -> None:
+    """A public list by its name, a file by its name and a hash of its classes."""
     names = tmp_path / "four.txt"
     names.write_text("".join(f"n{label:08d}\n" for label in (0, 1, 2, 4)))
     config = resolve({**quick("finetune"), "dataset": "packed", "class_list": str(names)})
@@ -88,7 +88,7 @@ def test_the_record_names_the_class_list(store: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "record.json").read_text())["data"] == record["data"]
 
 
-def test_the_record_of_a_named_data_set_names_its_list(tmp_path: Path) -> None:
+def test_record_of_a_named_data_set_contains_its_class_list(tmp_path: Path) -> None:
     chosen = CLASS_LISTS["cmc"]
     for part in ("train", "val"):
         for number, name in enumerate(chosen.classes):
@@ -103,8 +103,8 @@ def test_the_record_of_a_named_data_set_names_its_list(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", ["padded", "resized"])
-def test_captured_runs_train_alike(store: Path, large: Path, tmp_path: Path, shape: str) -> None:
-    """Kernels that sum in any order differ in the last bits; a batch that came late or twice would differ in all."""
+def test_captured_streamed_run_trains_like_a_resident_one(store: Path, large: Path, tmp_path: Path, shape: str) -> None:
+    """Up to rounding, since kernels sum in any order. A late or repeated batch would change all digits."""
     given = quick("podnet", "ivt", engine="graph", precision="fp32", podnet={"batch_size": 8, "memory": 2})
     if shape == "resized":
         given |= {"base_classes": 2, "tasks": 1, "image_size": 24}

@@ -47,20 +47,20 @@ def sample(
 
 def study() -> dict[str, dict[str, Any]]:
     """Two hosts with and without IVT, an oracle, joint training, an interval sweep, another memory size."""
-    found = {}
+    records = {}
     for seed in range(3):
-        found[f"podnet-{seed}"] = sample(seed=seed)
-        found[f"podnet+ivt-{seed}"] = sample("podnet", "ivt", seed=seed, fall=3.2 + 0.2 * seed)
-        found[f"podnet-oracle-{seed}"] = sample(seed=seed, fall=1.0, oracle=True)
-        found[f"joint-{seed}"] = sample("joint", seed=seed)
+        records[f"podnet-{seed}"] = sample(seed=seed)
+        records[f"podnet+ivt-{seed}"] = sample("podnet", "ivt", seed=seed, fall=3.2 + 0.2 * seed)
+        records[f"podnet-oracle-{seed}"] = sample(seed=seed, fall=1.0, oracle=True)
+        records[f"joint-{seed}"] = sample("joint", seed=seed)
     for interval in (1, 5, 40):
-        found[f"interval-{interval}"] = sample("podnet", "ivt", fall=3.4, ivt={"interval": interval})
-    found["podnet+eopc"] = sample("podnet", "eopc", fall=3.6)
-    found["memory"] = sample(fall=5.0, podnet={"memory": 5})
-    found["memory+ivt"] = sample("podnet", "ivt", fall=4.4, podnet={"memory": 5})
-    found["mrfa-25"] = sample("mrfa", tasks=25, fall=1.5)
-    found["mrfa+ivt-25"] = sample("mrfa", "ivt", tasks=25, fall=1.0)
-    return found
+        records[f"interval-{interval}"] = sample("podnet", "ivt", fall=3.4, ivt={"interval": interval})
+    records["podnet+eopc"] = sample("podnet", "eopc", fall=3.6)
+    records["memory"] = sample(fall=5.0, podnet={"memory": 5})
+    records["memory+ivt"] = sample("podnet", "ivt", fall=4.4, podnet={"memory": 5})
+    records["mrfa-25"] = sample("mrfa", tasks=25, fall=1.5)
+    records["mrfa+ivt-25"] = sample("mrfa", "ivt", tasks=25, fall=1.0)
+    return records
 
 
 def path_data() -> dict[str, Any]:

@@ -54,20 +54,20 @@ def test_curves_and_matrices_are_means_over_seeds() -> None:
 
 
 def test_sweep_of_a_setting_includes_the_preset() -> None:
-    found = {chart.slug: chart for chart in charts.sweep_charts(group_runs(runs_of(study())))}
-    assert set(found) == {
+    by_slug = {chart.slug: chart for chart in charts.sweep_charts(group_runs(runs_of(study())))}
+    assert set(by_slug) == {
         f"cifar100-5-{setting}-{metric}"
         for setting in ("ivt-interval", "podnet-memory")
         for metric in ("AA", "LA", "FM")
     }
-    (line,) = found["cifar100-5-ivt-interval-LA"].lines
+    (line,) = by_slug["cifar100-5-ivt-interval-LA"].lines
     assert line.x == (1, 5, 10, 40)
     assert line.y[0] == sample("podnet", "ivt", fall=3.4)["metrics"]["LA"]
     # The preset's value has three seeds, the others one: only the seed they share is compared.
     assert line.y[2] == sample("podnet", "ivt", fall=3.2)["metrics"]["LA"]
     assert line.errors is None
     for metric in ("AA", "LA", "FM"):
-        plain, with_ivt = found[f"cifar100-5-podnet-memory-{metric}"].lines
+        plain, with_ivt = by_slug[f"cifar100-5-podnet-memory-{metric}"].lines
         assert (plain.label, with_ivt.label) == ("PODNet", "PODNet + IVT")
         assert plain.y[0] == sample(fall=5.0)["metrics"][metric]
 

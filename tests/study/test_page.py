@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from incvec.cli import main as cli
 from incvec.errors import ConfigError, DataError
 from incvec.records import find_records
-from incvec.study import charts, figures, page_tables, reproduced
+from incvec.study import charts, figures, page_tables, reproduced, style
 from incvec.study.groups import group_runs, make_panels
 from incvec.study.page import Section, chart_data, make_sections, render_html, write_report
 from incvec.study.runs import RunRecord, load_runs
@@ -111,6 +111,14 @@ def test_names_in_records_cannot_leave_the_folder(tmp_path: Path) -> None:
     files = list(write_report(runs, tmp_path / "out" / "report"))
     assert all(file.resolve().is_relative_to(tmp_path / "out" / "report") for file in files)
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in files)
+
+
+def test_colors_have_contrast_on_the_dark_theme() -> None:
+    for color in style.palette():
+        ratio = style.contrast(style.channels(style.dark(color)), style.channels(style.DARK_BACKGROUND))
+        assert ratio >= style.CONTRAST
+    assert style.contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
+    assert style.dark("#FFFFFF") == "#FFFFFF"
 
 
 def tables_of(sections: list[Section]) -> dict[str, Table]:
@@ -322,13 +330,13 @@ def test_figures_of_the_same_name_get_numbers(tmp_path: Path) -> None:
         file = tmp_path / f"{place}.json"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(path_data()))
-    found = find_study_figures([tmp_path])
-    assert [figure.slug for figure in found] == [
+    numbered = find_study_figures([tmp_path])
+    assert [figure.slug for figure in numbered] == [
         "study-figures-plain", "study-figures-path-2", "study-figures-path-1", "study-figures-path-3",
     ]  # fmt: skip
-    assert len({figure.title for figure in found}) == 4
+    assert len({figure.title for figure in numbered}) == 4
     runs = runs_of({"a": sample()})
-    ids = re.findall(r' id="(.*?)"', render_html(make_sections(runs, found), runs))
+    ids = re.findall(r' id="(.*?)"', render_html(make_sections(runs, numbered), runs))
     assert len(set(ids)) == len(ids)
 
 

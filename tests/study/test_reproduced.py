@@ -39,13 +39,13 @@ def row_of(table: Table | list[str] | None, start: str) -> list[str]:
 
 def sections(text: str) -> dict[str, list[str]]:
     """Lines by their nearest heading."""
-    found: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}
     heading = ""
     for line in text.splitlines():
         if line.startswith("#"):
             heading = line.lstrip("# ")
-        found.setdefault(heading, []).append(line)
-    return found
+        lines.setdefault(heading, []).append(line)
+    return lines
 
 
 def test_mean_deviation_and_difference() -> None:
@@ -181,15 +181,15 @@ def test_another_model_is_never_shown_as_clip() -> None:
     clip = [pretrained("flyp", 50.0), pretrained("flyp", 70.0, "ivt", flyp={"weights": "/a/copy"})]
     lite = [pretrained("flyp", 11.0, variant="lite"), pretrained("flyp", 14.0, "ivt", variant="lite")]
     made = sections(render([*clip, *lite]))
-    beside, alone = made["CLIP ViT-B/16: CIFAR-100"], made["Not CLIP: CIFAR-100"]
-    assert row_of(beside, "| flyp | 10 | 55")[2:] == ["55.00", "69.86", "50.00", "52.45", "8.00", "-1.00", "29.43"]
-    assert "| flyp | 10 | +20.00 | +16.12 | +20.00 | +23.36 | +0.00 |" in beside
-    assert row_of(alone, "| flyp | 10 | 16")[2:] == ["16.00", "11.00", "8.00", "-1.00"]
-    assert "| flyp | 10 | +3.00 | +16.12 | +3.00 | +23.36 | +0.00 |" in alone  # only gains stand beside the paper's
-    assert "| host | tasks | AA | paper, with CLIP | LA | paper, with CLIP | FM |" in alone
-    assert not [line for line in beside if "11.00" in line or "14.00" in line]
-    assert not [line for line in alone if any(number in line for number in ("52.45", "69.86", "50.00"))]
-    assert row_of(alone, "| spu | 10 |")[2:] == ["not run"] * 4
+    with_clip, with_lite = made["CLIP ViT-B/16: CIFAR-100"], made["Not CLIP: CIFAR-100"]
+    assert row_of(with_clip, "| flyp | 10 | 55")[2:] == ["55.00", "69.86", "50.00", "52.45", "8.00", "-1.00", "29.43"]
+    assert "| flyp | 10 | +20.00 | +16.12 | +20.00 | +23.36 | +0.00 |" in with_clip
+    assert row_of(with_lite, "| flyp | 10 | 16")[2:] == ["16.00", "11.00", "8.00", "-1.00"]
+    assert "| flyp | 10 | +3.00 | +16.12 | +3.00 | +23.36 | +0.00 |" in with_lite  # gains are compared with the paper's
+    assert "| host | tasks | AA | paper, with CLIP | LA | paper, with CLIP | FM |" in with_lite
+    assert not [line for line in with_clip if "11.00" in line or "14.00" in line]
+    assert not [line for line in with_lite if any(number in line for number in ("52.45", "69.86", "50.00"))]
+    assert row_of(with_lite, "| spu | 10 |")[2:] == ["not run"] * 4
     scratch = next(lines for heading, lines in made.items() if "from scratch" in heading)
     assert not [line for line in scratch if "flyp" in line]
 

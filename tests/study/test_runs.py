@@ -21,17 +21,17 @@ def test_runs_with_other_settings_show_them() -> None:
     """A row alone shows its name; rows that would read the same show their settings, or the folder."""
     usual, other = sample("podnet", "ivt"), sample("podnet", "ivt", ivt={"interval": 5})
     assert [row.changed for row in run_rows([usual, sample(), sample(seed=1)])] == [None] * 3
-    found = run_rows([usual, other, sample()], ["runs/a/record.json", "runs/b/record.json", "runs/c/record.json"])
-    assert [row.changed for row in found] == ["as preset, in a", "ivt.interval=5", None]
-    assert "| podnet + ivt (ivt.interval=5) | cifar100 |" in runs_table(found, footnotes=False).markdown()
+    rows = run_rows([usual, other, sample()], ["runs/a/record.json", "runs/b/record.json", "runs/c/record.json"])
+    assert [row.changed for row in rows] == ["as preset, in a", "ivt.interval=5", None]
+    assert "| podnet + ivt (ivt.interval=5) | cifar100 |" in runs_table(rows, footnotes=False).markdown()
     text = io.StringIO()
-    Console(file=text, width=80).print(runs_table(found).rich())
+    Console(file=text, width=80).print(runs_table(rows).rich())
     assert any(line.startswith(" podnet + ivt [2] ") for line in text.getvalue().splitlines())
     assert "[2] ivt.interval=5" in text.getvalue()
     unknown = {**usual["config"], "method": "mine"}
     for config in ({"device": "cpu"}, unknown, {}):  # settings that cannot be compared
-        found = run_rows([usual, {**usual, "config": config}], ["runs/a/record.json", "runs/b/record.json"])
-        assert [row.changed for row in found] == ["as preset, in a", "b"]
+        rows = run_rows([usual, {**usual, "config": config}], ["runs/a/record.json", "runs/b/record.json"])
+        assert [row.changed for row in rows] == ["as preset, in a", "b"]
 
 
 def record(la: float, *addons: str, oracle: bool = False, seed: int = 0, **changes: Any) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def record(la: float, *addons: str, oracle: bool = False, seed: int = 0, **chang
 
 
 def test_gap_closed() -> None:
-    found = run_rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True)])
-    assert [row.gap_closed for row in found] == [pytest.approx(3 / 16), None, None]
-    assert [row.run for row in found] == ["podnet + ivt", "podnet", "podnet oracle"]
-    assert runs_table(found).texts()[0] == [
+    rows = run_rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True)])
+    assert [row.gap_closed for row in rows] == [pytest.approx(3 / 16), None, None]
+    assert [row.run for row in rows] == ["podnet + ivt", "podnet", "podnet oracle"]
+    assert runs_table(rows).texts()[0] == [
         "podnet + ivt",
         "cifar100",
         "5",
@@ -91,21 +91,21 @@ def test_gap_ignores_device_and_addon_options() -> None:
 
 def test_markdown_of_a_single_run() -> None:
     single = record(54.0, metrics={"AA": 54.0, "LA": 54.0, "FM": None}, seconds=None)
-    found = run_rows([single], ["a/record.json"])
-    assert runs_table(found, footnotes=False).markdown().splitlines() == [
+    rows = run_rows([single], ["a/record.json"])
+    assert runs_table(rows, footnotes=False).markdown().splitlines() == [
         "| run | data set | tasks | seed | AA | LA | FM | gap closed | seconds |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
         "| podnet | cifar100 | 5 | 0 | 54.00 | 54.00 | – | – | – |",
     ]
-    assert found[0].path == "a/record.json"
-    assert found[0].FM is None
-    assert found[0].LA == 54.0
+    assert rows[0].path == "a/record.json"
+    assert rows[0].FM is None
+    assert rows[0].LA == 54.0
 
 
 def test_runs_table_fits_80_columns() -> None:
     text = io.StringIO()
-    found = run_rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True, seconds=12345.6)])
-    Console(file=text, width=80).print(runs_table(found, "heading").rich())
+    rows = run_rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True, seconds=12345.6)])
+    Console(file=text, width=80).print(runs_table(rows, "heading").rich())
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("podnet + ivt" in line and "19 %" in line for line in lines)
@@ -117,10 +117,10 @@ def test_long_names_and_settings_leave_numbers_visible() -> None:
     changes = {"last": "skip", "head": "keep", "batchnorm": "recalibrate", "interval": 5}
     many = sample("finetune", "ivt", "fisher-merge", "magmax")
     runs = [sample("podnet", "ivt"), sample("podnet", "ivt", ivt=changes), many]
-    found = run_rows(runs, ["a/r.json", "b/r.json", "c/r.json"])
+    rows = run_rows(runs, ["a/r.json", "b/r.json", "c/r.json"])
     text = io.StringIO()
-    Console(file=text, width=80).print(runs_table(found).rich())
-    for row in found:
+    Console(file=text, width=80).print(runs_table(rows).rich())
+    for row in rows:
         assert f"{row.AA:.2f}  {row.LA:.2f}  {row.FM:.2f}" in text.getvalue()
     assert "ivt.batchnorm=recalibrate" in text.getvalue()
 
@@ -143,6 +143,8 @@ def test_command_with_changes() -> None:
     )
     lite = resolve({"method": "flyp", "dataset": "cifar100", "variant": "lite"}).resolved()
     assert run_command(lite).endswith("--data-root DATA --variant lite")
+    slower = resolve({"method": "ssre", "dataset": "cifar100", "ssre": {"lr": 2e-4, "base_lr": 1e-3}}).resolved()
+    assert run_command(slower).endswith("--set ssre.lr=0.0002 --set ssre.base_lr=0.001")  # not the changed lr
 
 
 def test_another_base_is_another_experiment() -> None:
@@ -192,7 +194,7 @@ def test_truncated_record_is_rejected(tmp_path: Path) -> None:
 
 
 def test_no_records(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no record lies in"):
+    with pytest.raises(DataError, match="there is no record in"):
         load_runs([tmp_path])
     with pytest.raises(DataError, match="does not exist"):
         load_runs([tmp_path / "nowhere"])

@@ -1,11 +1,11 @@
-"""`incvec data pack`, which shows packing as it goes, and `incvec data aircraft`."""
+"""`incvec data check`, `incvec data pack` and `incvec data aircraft`."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from statistics import median_low
@@ -16,17 +16,19 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from incvec.data import aircraft
+from incvec.cli.common import say
+from incvec.data import aircraft, check
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
-from incvec.data.folder import Listing, quiet_pillow
-from incvec.data.layouts import LAYOUTS, Layout, list_images
-from incvec.data.store.open import LIST, amount
-from incvec.data.store.repair import repair
+from incvec.data.image_files import quiet_pillow
+from incvec.data.layouts import LAYOUTS, list_images
+from incvec.data.listing import Listing
+from incvec.data.store.open import UNREADABLE, format_bytes
 from incvec.data.store.write import pack
+from incvec.errors import ConfigError
 from incvec.study.tables import duration
 
-QUIET = 10.0  # seconds between two lines where there is no terminal
-LOOKS = 20  # images that are looked at for their size
+LINE_INTERVAL = 10.0  # seconds between two lines of progress if there is no terminal
+SAMPLED = 20  # images whose size is read before packing
 
 
 class Unreadable(StrEnum):
@@ -37,188 +39,171 @@ class Unreadable(StrEnum):
 LayoutName = StrEnum("LayoutName", {name.replace("-", "_"): name for name in LAYOUTS})  # type: ignore[misc]
 
 
-class Meter:
-    """How far something is with its images: a bar on a terminal, a line now and then elsewhere."""
+class ImageProgress:
+    """Progress over images: a bar on a terminal, otherwise a line from time to time."""
 
-    def __init__(self, console: Console, word: str = "packing") -> None:
-        self.console, self.word = console, word
-        self.bar: Progress | None = None
-        self.began: tuple[float, int] | None = None
-        self.told = time.monotonic()
+    def __init__(self, action: str, console: Console | None = None) -> None:
+        self.action, self.console = action, console or Console()
+        self.start: tuple[float, int] | None = None  # time, and images done before
         self.done = 0
+        self.last_line = time.monotonic()
+        self.bar: Progress | None = None
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if self.began is None:
-            self.began = now, done
+        if self.start is None:
+            self.start = now, done
             if self.console.is_terminal:
                 columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
-                texts = TextColumn(self.word), TextColumn("{task.fields[rate]}")
-                self.bar = Progress(texts[0], *columns, texts[1], console=self.console, expand=True)
+                rate_column = TextColumn("{task.fields[rate]}")
+                self.bar = Progress(TextColumn(self.action), *columns, rate_column, console=self.console, expand=True)
                 self.bar.start()
-                self.row = self.bar.add_task("", total=None, rate="")
+                self.task = self.bar.add_task("", total=None, rate="")
         self.done = done
-        rate = (done - self.began[1]) / max(now - self.began[0], 1e-9)
+        rate = (done - self.start[1]) / max(now - self.start[0], 1e-9)
         if self.bar is not None:
-            self.bar.update(self.row, completed=done, total=total, rate=f"{rate:.0f} images/s")
-        elif now - self.told >= QUIET:
-            self.told = now
+            self.bar.update(self.task, completed=done, total=total, rate=f"{rate:.0f} images/s")
+        elif now - self.last_line >= LINE_INTERVAL:
+            self.last_line = now
             left = f", {duration((total - done) / rate)} left" if rate else ""
-            self.console.print(f"{self.word}: {done} of {total} images, {rate:.0f} images/s{left}", highlight=False)
+            self.console.print(f"{self.action}: {done} of {total} images, {rate:.0f} images/s{left}", highlight=False)
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
 
-    @property
-    def seconds(self) -> float:
-        return 0.0 if self.began is None else time.monotonic() - self.began[0]
 
+class PackProgress:
+    """Progress of packing, which verifies the chunks of an interrupted store before it resumes."""
 
-class PackingMeter(Meter):
-    """Of packing, which may have to read back what is there before it goes on."""
+    def __init__(self) -> None:
+        self.verifying, self.packing = ImageProgress("verifying"), ImageProgress("packing")
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self.reading = Meter(console, "reading back")
+    def verify(self, done: int, total: int) -> None:
+        if self.verifying.start is None:
+            say("packing was interrupted before: verifying what is there")
+        self.verifying(done, total)
 
-    def reading_back(self, done: int, total: int) -> None:
-        if self.reading.began is None:
-            self.tell("this store was broken off: what is there is read back and verified first")
-        self.reading(done, total)
-
-    def __call__(self, done: int, total: int) -> None:
-        if self.began is None:
-            self.reading.close()
+    def pack(self, done: int, total: int) -> None:
+        if self.packing.start is None:
+            self.verifying.close()
             if done:
-                self.tell(f"going on: {done} of {total} images were packed before")
-        super().__call__(done, total)
-
-    def tell(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+                say(f"resuming: {done} of {total} images are packed")
+        self.packing(done, total)
 
     def close(self) -> None:
-        self.reading.close()
-        super().close()
+        self.verifying.close()
+        self.packing.close()
 
     def summary(self) -> str:
-        if self.began is None:
-            return "packed before"
-        return f"{self.done - self.began[1]} images packed in {duration(self.seconds)}"
+        if self.packing.start is None:
+            return "already packed"
+        seconds, before = time.monotonic() - self.packing.start[0], self.packing.start[1]
+        return f"{self.packing.done - before} images packed in {duration(seconds)}"
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Asked to end (SIGTERM), this process ends as with Ctrl-C: what is being written is finished and told."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Handle SIGTERM like Ctrl-C: current writes are finished, and the message says how to resume."""
 
-    def stop(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
-def enlarged(listing: Listing, size: int) -> str | None:
-    """What to say where images are smaller than what they are to be stored as, by a look at some."""
+def upscaling_warning(listing: Listing, size: int) -> str | None:
+    """A warning if most images are smaller than the size they are stored with, from a sample of them."""
     sides = []
-    for file, _ in listing.train[:: max(1, len(listing.train) // LOOKS)][:LOOKS]:
-        with suppress(Exception), quiet_pillow(), Image.open(file) as image:  # packing tells of what cannot be read
+    for file, _ in listing.train[:: max(1, len(listing.train) // SAMPLED)][:SAMPLED]:
+        with suppress(Exception), quiet_pillow(), Image.open(file) as image:  # packing reports unreadable images
             sides.append(min(image.size))
     if not sides or median_low(sides) >= size:
         return None
     side = median_low(sides)
-    return f"most of these images are smaller (short side {side}) and will be enlarged; --size {side} would not do that"
+    return f"most of these images are smaller (short side {side}) and will be upscaled; --size {side} avoids that"
+
+
+def data_check(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder with cifar-100-python/, fgvc-aircraft-2013b/ or class folders, or a store.")
+    ],
+) -> None:
+    """Verify a data set: checksums of CIFAR-100 or a packed store, every image of FGVC-Aircraft or class folders."""
+    with closing(ImageProgress("checking", Console(stderr=True))) as progress:
+        lines = check(folder, progress)
+    for line in lines:
+        typer.echo(line)
 
 
 def data_pack(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The images: train/ and val/, or class folders.")],
-    store: Annotated[Path, typer.Argument(metavar="DST", help="The folder to make; the data root of later runs.")],
+    store: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create; the data root of later runs.")],
     size: Annotated[
-        int, typer.Option(min=1, help="The side images are stored with; from 128 on, 7/8 of it is seen.")
+        int, typer.Option(min=1, help="Side of the stored images; from 128 on, networks see 7/8 of it.")
     ] = 256,
     classes: Annotated[
         str | None,
-        typer.Option(help=f"Some classes only: {', '.join(CLASS_LISTS)}, or a file of names.", show_default="all"),
+        typer.Option(help=f"Only some classes: {', '.join(CLASS_LISTS)}, or a file of names.", show_default="all"),
     ] = None,
-    layout: Annotated[LayoutName | None, typer.Option(help="How they lie.", show_default="by looking")] = None,
+    layout: Annotated[LayoutName | None, typer.Option(help="Layout of the files.", show_default="detected")] = None,
     ground_truth: Annotated[
-        Path | None, typer.Option(help="The classes of a flat val/.", show_default="looked for beside it")
+        Path | None, typer.Option(help="Classes of a flat val/.", show_default="searched for beside it")
     ] = None,
-    unreadable: Annotated[Unreadable, typer.Option(help="What to do where images cannot be read.")] = Unreadable.refuse,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one a core")] = None,
-    mend: Annotated[
-        bool, typer.Option("--repair", help="Verify a finished store and pack anew what is damaged alone.")
-    ] = False,
+    unreadable: Annotated[Unreadable, typer.Option(help="What to do if images cannot be read.")] = Unreadable.refuse,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
+    repair: Annotated[bool, typer.Option("--repair", hidden=True)] = False,
 ) -> None:
-    """Decode a data set once, on all cores, into a store that runs open at once.
+    """Decode a data set once, on all cores, into a store that runs open immediately.
 
-    Stopped in whatever way, the same command goes on where it was. Images are turned as their EXIF says and made RGB;
-    the short side is brought to --size and the middle square kept.
+    Interrupted at any time, the same command resumes. Images are rotated according to their EXIF orientation and
+    converted to RGB; the short side is resized to --size and the center square is stored.
     """
-    console = Console()
-    chosen = None if classes is None else find_class_list(classes)
-    found = list_images(source, None if layout is None else layout.value, chosen, ground_truth)
-    listing = found.listing
+    if repair:
+        raise ConfigError(f"--repair was removed. Remove {store} and pack the images again, without --repair.")
+    class_list = None if classes is None else find_class_list(classes)
+    listing = list_images(source, None if layout is None else layout.value, class_list, ground_truth)
     total = len(listing.train) + len(listing.test)
-    meter = PackingMeter(console)
-    meter.tell(
-        f"{found.name} layout ({listing.rule}): {len(listing.classes)} classes, {len(listing.train)} training and "
-        f"{len(listing.test)} test images, {amount(total * 3 * size * size)} at {size} x {size}"
+    say(
+        f"{listing.layout} layout ({listing.split}): {len(listing.classes)} classes, {len(listing.train)} training and "
+        f"{len(listing.test)} test images, {format_bytes(total * 3 * size * size)} at {size} x {size}"
     )
     if listing.ignored:
-        meter.tell(f"{listing.ignored} other file(s) ignored: not images by their names")
-    if mend:
-        return _repair(found, store, size, unreadable, workers, meter)
-    if told := enlarged(listing, size):
-        meter.tell(told)
-    try:
-        with stoppable():
-            made = pack(found, store, size, unreadable.value, workers, meter, reading_back=meter.reading_back)
-    finally:
-        meter.close()
-    summary, left_out = meter.summary(), made.about["left_out"]
-    if left_out:
-        summary += f"; {left_out} unreadable, listed in {made.root / LIST}"
-    meter.tell(f"{summary}: {made.root}")
-
-
-def _repair(
-    found: Layout, store: Path, size: int, unreadable: Unreadable, workers: int | None, meter: PackingMeter
-) -> None:
-    meter.reading.word = "verifying"
-    try:
-        with stoppable():
-            made, mended = repair(found, store, size, unreadable.value, workers, meter, reading_back=meter.reading)
-    finally:
-        meter.close()
-    for place in mended:
-        meter.tell(f"mended: {place}")
-    meter.tell(f"{len(mended)} place(s) mended: {made.root}" if mended else f"nothing is damaged: {made.root}")
+        say(f"{listing.ignored} other file(s) ignored: no image extension")
+    if warning := upscaling_warning(listing, size):
+        say(warning)
+    with closing(PackProgress()) as progress, sigterm_as_interrupt():
+        packed = pack(listing, store, size, unreadable.value, workers, progress.pack, verify_progress=progress.verify)
+    left_out = packed.about["left_out"]
+    note = f"; {left_out} unreadable, listed in {packed.root / UNREADABLE}" if left_out else ""
+    say(f"{progress.summary()}{note}: {packed.root}")
 
 
 def data_aircraft(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A whole copy in torchvision's layout, or an .npz of encoded images.")
+        Path, typer.Argument(metavar="SRC", help="Complete copy in torchvision's layout, or an .npz of encoded images.")
     ],
     root: Annotated[Path, typer.Argument(metavar="DST", help="The data root of later runs.")],
     variants: Annotated[
-        Path | None, typer.Option(help="A file that names the variants to keep, one a line.", show_default="all")
+        Path | None, typer.Option(help="File with the variants to copy, one per line.", show_default="all")
     ] = None,
 ) -> None:
-    """Make a copy of FGVC-Aircraft with some of its variants, in torchvision's layout, its own split kept.
+    """Copy some variants of FGVC-Aircraft, in torchvision's layout, keeping the official split.
 
-    An .npz holds `label`, `is_test`, `class_names`, the files' bytes (`webp`, `jpg` or `png`) and their `offsets`.
+    An .npz has `label`, `is_test`, `class_names`, the bytes of the files (`webp`, `jpg` or `png`) and their `offsets`.
     """
-    wanted = None if variants is None else [line.strip() for line in variants.read_text().splitlines() if line.strip()]
-    for line in aircraft.copy(source.expanduser(), root.expanduser(), wanted):
-        Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    names = None if variants is None else [line.strip() for line in variants.read_text().splitlines() if line.strip()]
+    for line in aircraft.copy(source.expanduser(), root.expanduser(), names):
+        say(line)
 
 
 def register(data: typer.Typer) -> None:
     """Add the commands to `incvec data`."""
+    data.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")(data_check)
     data.command(
         "pack",
         epilog="[bold]Examples[/bold]\n\nincvec data pack ~/imagenet ~/imagenet-subset --classes imagenet-subset\n\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +14,6 @@ import incvec
 from incvec.cli import data, demo, report, run, show, study, sweep
 from incvec.cli import list as list_command
 from incvec.cli.common import say, say_error
-from incvec.data import check
 from incvec.errors import IncvecError
 
 PANELS = {
@@ -115,22 +113,6 @@ list_command.register(app)
 data_app = typer.Typer(no_args_is_help=True, help="Check, pack and copy data sets.")
 data.register(data_app)
 app.add_typer(data_app, name="data")
-
-
-@data_app.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")
-def data_check(
-    folder: Annotated[
-        Path, typer.Argument(help="A folder with cifar-100-python/, fgvc-aircraft-2013b/ or class folders, or a store.")
-    ],
-) -> None:
-    """Verify a data set: checksums of CIFAR-100 or a packed store, every image of FGVC-Aircraft or class folders."""
-    meter = data.Meter(Console(stderr=True), "checking")
-    try:
-        lines = check(folder, meter)
-    finally:
-        meter.close()
-    for line in lines:
-        typer.echo(line)
 
 
 for group in (app, study.app, data_app):

@@ -24,13 +24,13 @@ from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError, check_out
 from incvec.records import read_record, readable
 from incvec.study.figures import find_figures, redraw, write_figure
+from incvec.study.figures.tables import TABLES
 from incvec.study.geometry.curvature import run_curvature
 from incvec.study.geometry.evaluation import Backend, BatchNormMode, EvaluationOptions, Progress
 from incvec.study.geometry.gap import oracle_gap
 from incvec.study.geometry.paths import run_paths
 from incvec.study.geometry.planes import check_addon, run_plane
 from incvec.study.geometry.snapshots import first_task, last_task, require_ivt, run_config, run_metadata
-from incvec.study.geometry.tables import TABLES
 
 app = typer.Typer(no_args_is_help=True, help="Figures of finished runs: paths, trade-off, plane, gap, curvature.")
 Start = Literal["oracle", "own"]
@@ -99,10 +99,10 @@ class CommonOptions:
 
 def with_common_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the fields of `CommonOptions` in place of its parameter `common`."""
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "common"]
+    others = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "common"]
     fields = list(inspect.signature(CommonOptions, eval_str=True).parameters.values())
     names = {field.name for field in fields}
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *fields)]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*others, *fields)]
 
     @wraps(command)
     def wrapper(**given: Any) -> None:
@@ -255,10 +255,10 @@ def draw(
     """Draw figures again from their numbers; needs neither snapshots nor data sets."""
     if out is not None:
         check_out(out, "a figure", "-o")
-    found = find_figures(files)
-    if not found:
+    figures = find_figures(files)
+    if not figures:
         raise DataError(f"no JSON file in {', '.join(map(str, files))} is from `incvec study`.")
-    for file in found:
+    for file in figures:
         print_files(redraw(file, (out or file.parent) / file.stem))
 
 

@@ -1,16 +1,19 @@
-"""Data sets, class orders, the task stream, exemplar memory, sources and views on the device."""
+"""Data sets, class orders, the task stream, exemplar memory, and sources and views on the device."""
 
-from incvec.data.dataset import Dataset
-from incvec.data.datasets import DATASETS, check, load_dataset
+from incvec.data.augment import rotate90, rotation_labels
+from incvec.data.dataset import Dataset, DatasetOptions
+from incvec.data.datasets import DATASETS, DatasetEntry, check, dataset_options, find_dataset, load_dataset
 from incvec.data.select import class_means, herd, herd_greedy, kmeans
 from incvec.data.source import ImageSource
-from incvec.data.store.stream import Streamed, StreamedSource, make_source, make_views
+from incvec.data.store.stream import Streamed, StreamedSource, make_source
 from incvec.data.stream import class_order, relabel, split
-from incvec.data.views import Views, rotate90, rotation_labels
+from incvec.data.views import Views, make_views
 
 __all__ = [
     "DATASETS",
     "Dataset",
+    "DatasetEntry",
+    "DatasetOptions",
     "ImageSource",
     "Streamed",
     "StreamedSource",
@@ -18,6 +21,8 @@ __all__ = [
     "check",
     "class_means",
     "class_order",
+    "dataset_options",
+    "find_dataset",
     "herd",
     "herd_greedy",
     "kmeans",

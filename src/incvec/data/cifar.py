@@ -1,7 +1,7 @@
 """CIFAR-100 from its official Python files, in torchvision's layout: ROOT/cifar-100-python/{train,test,meta}.
 
-The files are pickles, and a pickle can run code. So each file is read once, its bytes are compared with the
-published md5, and only those very bytes are unpickled, by an unpickler that knows nothing but numpy arrays.
+The files are pickles, and a pickle can run code. Each file is therefore read once, its bytes are compared with the
+published md5, and exactly these bytes are unpickled, by an unpickler that only accepts numpy arrays.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import io
 import pickle
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,20 +38,20 @@ FILES: Mapping[str, Published] = {
 }
 NORMALIZATIONS = {
     "default": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-    # LUCIR's historic deviations, which are not the data's own; its descendants still use them.
+    # The values in LUCIR's code, which its successors still use; the standard deviations are not those of the data.
     "lucir": ((0.5071, 0.4866, 0.4409), (0.2009, 0.1984, 0.2023)),
 }
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Finds the three names a pickled numpy array needs, wherever that numpy kept them, and nothing else."""
+    """Resolves the three names that a pickled numpy array needs, of old and new numpy versions, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == "_reconstruct":
             return _new_array
         if module == "numpy" and name in ("ndarray", "dtype"):
             return getattr(np, name)
-        raise pickle.UnpicklingError(f"the file asks for {module}.{name}, which no CIFAR file needs")
+        raise pickle.UnpicklingError(f"the file refers to {module}.{name}, which CIFAR files do not need")
 
 
 def _new_array(kind: type[np.ndarray[Any, Any]], shape: tuple[int, ...], dtype: bytes | str) -> Any:
@@ -58,21 +59,19 @@ def _new_array(kind: type[np.ndarray[Any, Any]], shape: tuple[int, ...], dtype: 
 
 
 def locate(root: str | Path | None) -> Path:
-    """The folder with the files, whether ROOT holds it or is it."""
+    """The folder of the files: ROOT/cifar-100-python, or ROOT itself if it has that name."""
     if root is None:
-        raise no_root("cifar100", f"the folder that holds, or shall hold, {FOLDER}/")
+        raise no_root("cifar100", f"the folder that contains, or will contain, {FOLDER}/")
     path = Path(root).expanduser()
     return path if path.name == FOLDER and not (path / FOLDER).is_dir() else path / FOLDER
 
 
 def read_checked(folder: Path, name: str) -> bytes:
-    """The bytes of a file, once they are known to be the published ones."""
+    """The bytes of a file, after comparing them with the published checksum."""
     path, published = folder / name, FILES[name]
-    remedy = "Delete it and ask for the download (--download), or copy the official file there."
+    remedy = "Delete it and use --download, or copy the official file there."
     if not path.is_file():
-        raise DataError(
-            f"{path} is missing. Ask for the download (--download), or unpack {URL} into the folder {folder.parent}"
-        )
+        raise DataError(f"{path} is missing. Use --download, or unpack {URL} into the folder {folder.parent}")
     try:
         size = path.stat().st_size
         if size != published.size:
@@ -93,32 +92,21 @@ def _unpickle(content: bytes) -> dict[str, Any]:
 
 
 def download(root: str | Path | None) -> None:
-    """Fetch and unpack the official archive, unless the files are there and whole."""
+    """Download and unpack the official archive, unless all files are already present and intact."""
     folder = locate(root)
-    if _whole(folder):
+    with suppress(DataError):
+        for name in FILES:
+            read_checked(folder, name)
         return
     from torchvision.datasets.utils import download_and_extract_archive
 
-    archive = URL.rsplit("/", 1)[1]
     try:
-        download_and_extract_archive(URL, str(folder.parent), filename=archive, md5=ARCHIVE_MD5)
+        download_and_extract_archive(URL, str(folder.parent), filename=URL.rsplit("/", 1)[1], md5=ARCHIVE_MD5)
     except Exception as error:
-        raise DataError(f"{URL} could not be fetched into {folder.parent}: {error}") from error
+        raise DataError(f"{URL} could not be downloaded into {folder.parent}: {error}") from error
 
 
-def _whole(folder: Path) -> bool:
-    try:
-        for name in FILES:
-            read_checked(folder, name)
-    except DataError:
-        return False
-    return True
-
-
-def load(root: str | Path | None, fetch: bool = False) -> Dataset:
-    """CIFAR-100 under `root`; downloaded first only where `fetch` asks for it."""
-    if fetch:
-        download(root)
+def load(root: str | Path | None) -> Dataset:
     folder = locate(root)
     meta = _unpickle(read_checked(folder, "meta"))
     (train_images, train_labels), (test_images, test_labels) = (
@@ -144,7 +132,7 @@ def _images(entry: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def check(root: str | Path) -> list[str]:
-    """Read and verify everything; a report in lines."""
+    """Read and verify all files; returns the lines of a report."""
     dataset = load(root)
     lines = [f"CIFAR-100 in {locate(root)}"]
     lines += [f"{name}: {file.size} bytes, md5 {file.md5} as published" for name, file in FILES.items()]

@@ -1,6 +1,6 @@
-"""Which classes a subset has: public lists by name, or a file of the user's with one name a line.
+"""Lists of classes that define subsets: public ones by name, or a file with one class name per line.
 
-A subset's classes are numbered in the sorted order of their names, as torchvision's ImageFolder does.
+The classes of a subset are numbered in the sorted order of their names, as in torchvision's ImageFolder.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import NamedTuple
 
 from incvec.errors import ConfigError, DataError, nearest
 
-WNID = re.compile(r"n\d{8}")  # ImageNet's name of a class
+WNID = re.compile(r"n\d{8}")  # ImageNet's identifier of a class
 
 
 class ClassList(NamedTuple):
-    name: str  # as it is told in records; a file's with a digest of its classes, such as mine.txt@1b2f90aa
+    name: str  # as recorded; a file's name has a digest of its classes, such as mine.txt@1b2f90aa
     source: str
     classes: tuple[str, ...]  # sorted
 
 
-def _listed(name: str, source: str, text: str) -> ClassList:
+def _public(name: str, source: str, text: str) -> ClassList:
     return ClassList(name, source, tuple(text.split()))
 
 
 CLASS_LISTS: Mapping[str, ClassList] = {
     entry.name: entry
     for entry in (
-        _listed(
+        _public(
             "imagenet-subset",
             "the usual 100 classes of class-incremental learning: numpy's choice with seed 1993 among the sorted 1,000",
             """
@@ -45,7 +45,7 @@ n04550184 n04591157 n04599235 n04604644 n07614500 n07831146 n07892512 n09468604 
 n15075141
 """,
         ),
-        _listed(
+        _public(
             "cmc",
             "the 100 classes of contrastive multiview coding, https://github.com/HobbitLong/CMC",
             """
@@ -61,7 +61,7 @@ n04485082 n04493381 n04517823 n04589890 n04592741 n07714571 n07715103 n07753275 
 n13040303
 """,
         ),
-        _listed(
+        _public(
             "kaggle",
             "Kaggle's ImageNet100, https://www.kaggle.com/datasets/ambityga/imagenet100",
             """
@@ -77,7 +77,7 @@ n02007558 n02011460 n02012849 n02013706 n02018207 n02018795 n02027492 n02028035 
 n02077923
 """,
         ),
-        _listed(
+        _public(
             "mini-imagenet",
             "the 100 classes of mini-ImageNet, https://openreview.net/forum?id=rJY0-Kcll (its 64, 16 and 20 together)",
             """
@@ -93,7 +93,7 @@ n04596742 n04604644 n04612504 n06794110 n07584110 n07613480 n07697537 n07747607 
 n13133613
 """,
         ),
-        _listed(
+        _public(
             "tiny-imagenet-100",
             "100 of Tiny-ImageNet's 200 classes: numpy's choice with seed 1993 among the sorted names",
             """
@@ -114,9 +114,9 @@ n12267677
 
 
 def find_class_list(name: str | Path) -> ClassList:
-    """A list by its name, or the lines of a file; blank lines and # comments are left out.
+    """A public list by its name, or the lines of a file, without blank lines and # comments.
 
-    Of a line that begins with a WNID that alone is taken: such files often tell the class in words beside it.
+    If a line begins with a WNID, the rest of the line is ignored: such files often add the class in words.
     """
     if str(name) in CLASS_LISTS:
         return CLASS_LISTS[str(name)]
@@ -124,20 +124,20 @@ def find_class_list(name: str | Path) -> ClassList:
     if not path.is_file():
         raise ConfigError(
             f"{str(name)!r} is neither a class list nor a file.{nearest(str(name), CLASS_LISTS)} Lists: "
-            f"{', '.join(CLASS_LISTS)}; a file has one class name a line."
+            f"{', '.join(CLASS_LISTS)}; a file has one class name per line."
         )
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as a list of class names: {error}") from error
-    told = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-    firsts = [re.split(r"[\s,]", line)[0] for line in told]
-    found = [first if WNID.fullmatch(first) else line for first, line in zip(firsts, told, strict=True)]
-    repeated = sorted({name for name in found if found.count(name) > 1})
+    entries = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    first_words = [re.split(r"[\s,]", entry)[0] for entry in entries]
+    names = [word if WNID.fullmatch(word) else entry for word, entry in zip(first_words, entries, strict=True)]
+    repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise DataError(f"{path} names {', '.join(repeated[:5])} more than once; expected every class once")
-    if len(found) < 2:
-        raise DataError(f"{path} names {len(found)} class(es); expected two or more, one a line")
-    classes = tuple(sorted(found))
-    told_by = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:8]  # two files may have one name
-    return ClassList(f"{path.name}@{told_by}", str(path), classes)
+    if len(names) < 2:
+        raise DataError(f"{path} names {len(names)} class(es); expected two or more, one per line")
+    classes = tuple(sorted(names))
+    digest = hashlib.sha256("\n".join(classes).encode()).hexdigest()[:8]  # two files may have the same name
+    return ClassList(f"{path.name}@{digest}", str(path), classes)

@@ -1,4 +1,4 @@
-"""What a data set is, wherever it came from."""
+"""What a data set is, regardless of where it comes from."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from incvec.config import Options
 from incvec.data.store.mapped import PackedImages
 from incvec.errors import ConfigError, DataError, nearest
 
-Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
-Images = Tensor | PackedImages  # in memory, or in mapped files
+Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per channel
+Images = Tensor | PackedImages  # in memory, or in memory-mapped files
+IMAGENET_NORMALIZATION: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+class DatasetOptions(Options):
+    """Options that every data set has."""
+
+    held_out: int | None = Field(
+        None, ge=2, description="evaluate on every n-th training image of a class, excluded from training"
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images as uint8 [N, C, H, W] and labels as int64 [N], in the data set's own class numbering."""
+    """Images as uint8 [N, C, H, W] and labels as int64 [N], numbered in the data set's order of classes."""
 
     name: str
     train_images: Images
@@ -27,10 +38,10 @@ class Dataset:
     test_labels: Tensor
     class_names: tuple[str, ...]
     pad: int  # padding of the random crop
-    flip: bool  # whether a mirrored image is still an image of its class
-    fingerprint: str  # the same for the same content, another for any other
+    flip: bool  # whether a flipped image still belongs to its class
+    fingerprint: str  # identifies the content
     normalizations: Mapping[str, Normalization]
-    side: int | None = None  # of what the network sees, in resized crops; none: as stored, in padded crops
+    side: int | None = None  # input side of the network, for resized crops; None: as stored, for padded crops
     about: Mapping[str, Any] = field(default_factory=dict)  # where it comes from, for records
 
     def __post_init__(self) -> None:
@@ -43,12 +54,12 @@ class Dataset:
             if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
                 raise DataError(
                     f"{self.name}: {part} labels are {labels.dtype} {list(labels.shape)}, "
-                    f"expected int64 [{len(images)}], one for each image"
+                    f"expected int64 [{len(images)}], one per image"
                 )
             if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.n_classes:
                 raise DataError(
-                    f"{self.name}: {part} labels run from {int(labels.min())} to {int(labels.max())}, "
-                    f"expected 0 to {self.n_classes - 1}, one for each class name"
+                    f"{self.name}: {part} labels range from {int(labels.min())} to {int(labels.max())}, "
+                    f"expected 0 to {self.n_classes - 1}, one per class name"
                 )
             for label, count in enumerate(torch.bincount(labels, minlength=self.n_classes).tolist()):
                 if count == 0:
@@ -59,7 +70,7 @@ class Dataset:
                 f"test images {list(self.test_images.shape[1:])}; expected the same shape"
             )
         if "default" not in self.normalizations:
-            raise DataError(f"{self.name}: no normalization is called 'default'")
+            raise DataError(f"{self.name}: the normalization 'default' is missing")
 
     @property
     def n_classes(self) -> int:
@@ -67,46 +78,46 @@ class Dataset:
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """What the network sees."""
+        """The shape of the network's input."""
         channels, height, width = self.train_images.shape[1:]
         return (channels, height, width) if self.side is None else (channels, self.side, self.side)
 
     def normalization(self, name: str = "default") -> Normalization:
         if name not in self.normalizations:
-            known = ", ".join(self.normalizations)
             raise ConfigError(
-                f"{self.name} has no normalization {name!r}, only {known}." + nearest(name, self.normalizations)
+                f"{self.name} has no normalization {name!r}.{nearest(name, self.normalizations)} "
+                f"It has: {', '.join(self.normalizations)}."
             )
         return self.normalizations[name]
 
 
 def hold_out(dataset: Dataset, every: int) -> Dataset:
-    """The data set with every n-th training image of each class in the place of the test images.
+    """Replace the test images by every n-th training image of each class, which is no longer trained on.
 
-    For choosing settings: what is held out is not trained on, and the test images are not looked at.
+    For choosing settings without using the test images.
     """
     images, labels = dataset.train_images, dataset.train_labels
     order = labels.argsort(stable=True)
     counts = torch.bincount(labels, minlength=dataset.n_classes)
-    fewest = int(counts.argmin())
-    if counts[fewest] < every:
+    smallest = int(counts.argmin())
+    if counts[smallest] < every:
         raise ConfigError(
-            f"held_out is {every}, but class {dataset.class_names[fewest]!r} has only {int(counts[fewest])} training "
-            f"image(s), so that none would be held out: expected {int(counts[fewest])} or less"
+            f"held_out is {every}, but class {dataset.class_names[smallest]!r} has only {int(counts[smallest])} "
+            f"training image(s): expected {int(counts[smallest])} or less"
         )
     first = counts.cumsum(0) - counts
-    place = torch.empty_like(labels)  # of each image among those of its class
-    place[order] = torch.arange(len(labels)) - first[labels[order]]
-    aside = place % every == every - 1
+    position = torch.empty_like(labels)  # of each image among those of its class
+    position[order] = torch.arange(len(labels)) - first[labels[order]]
+    held_out = position % every == every - 1
 
-    def some(chosen: Tensor) -> Images:
-        return images[chosen] if isinstance(images, Tensor) else images.select(chosen.nonzero().flatten().numpy())
+    def select(mask: Tensor) -> Images:
+        return images[mask] if isinstance(images, Tensor) else images.select(mask.nonzero().flatten().numpy())
 
     return replace(
         dataset,
-        train_images=some(~aside),
-        train_labels=labels[~aside],
-        test_images=some(aside),
-        test_labels=labels[aside],
+        train_images=select(~held_out),
+        train_labels=labels[~held_out],
+        test_images=select(held_out),
+        test_labels=labels[held_out],
         fingerprint=f"{dataset.fingerprint}, every {every}th training image held out",
     )

@@ -1,140 +1,146 @@
-"""The data sets by name: loading one, and checking a folder before it is used."""
+"""The data sets by name: their options, loading one, and checking a folder before it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from incvec.data import aircraft, cifar, digits, folder
-from incvec.data import imagenet as stores
-from incvec.data.dataset import Dataset, hold_out
-from incvec.data.layouts import list_class_folders, list_images
-from incvec.data.store import open as packed
-from incvec.data.store.mapped import Placement
+from incvec.config import validate
+from incvec.data import aircraft, cifar, digits, folder, packed
+from incvec.data.dataset import Dataset, DatasetOptions, hold_out
+from incvec.data.folder import FolderOptions
+from incvec.data.image_files import Progress
+from incvec.data.layouts import list_images
+from incvec.data.listing import check_folder
+from incvec.data.packed import StoreOptions, SubsetOptions
+from incvec.data.store.open import is_store, verify_store
 from incvec.errors import ConfigError, DataError, nearest
+from incvec.registry import DATASETS as REGISTERED
+from incvec.registry import Registry
 
-__all__ = ["DATASETS", "Dataset", "Entry", "check", "load_dataset"]
+Root = str | Path | None
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class DatasetEntry:
+    """A data set that can be loaded by name."""
+
     summary: str
     source: str  # the paper, or where the data come from
+    load: Callable[[Root, Any], Dataset]  # from the data root and the validated options
+    Options: type[DatasetOptions] = DatasetOptions
+    download: Callable[[Root], None] | None = None
 
 
-DATASETS: Mapping[str, Entry] = {
-    "aircraft": Entry(
+BUILTINS = {
+    "aircraft": DatasetEntry(
         "FGVC-Aircraft by variant: 6,667 training (trainval) and 3,333 test images, 100 classes; torchvision's layout",
         "Maji et al., Fine-grained visual classification of aircraft, 2013, https://arxiv.org/abs/1306.5151",
+        lambda root, _: aircraft.load(root),
     ),
-    "cifar100": Entry(
+    "cifar100": DatasetEntry(
         "CIFAR-100: 50,000 training and 10,000 test images, 32 x 32, 100 classes",
         "Krizhevsky, Learning multiple layers of features from tiny images, 2009, "
         "https://www.cs.toronto.edu/~kriz/cifar.html",
+        lambda root, _: cifar.load(root),
+        download=cifar.download,
     ),
-    "digits": Entry(
+    "digits": DatasetEntry(
         "scikit-learn's 1,797 handwritten digits, 8 x 8, 10 classes; embedded, no download",
         "Alpaydin and Kaynak, Optical recognition of handwritten digits, UCI repository, 1998, "
         "https://doi.org/10.24432/C50P49",
+        lambda root, _: digits.load(),
     ),
-    "folder": Entry(
-        "your own images: train/ and test/ (or val/) with one folder a class, or one folder split by a rule",
+    "folder": DatasetEntry(
+        "your own images: train/ and test/ (or val/) with one folder per class, or one folder split by a rule",
         "the layout of torchvision's ImageFolder, "
         "https://docs.pytorch.org/vision/stable/generated/torchvision.datasets.ImageFolder.html",
+        folder.load,
+        FolderOptions,
     ),
-    "imagenet-subset": Entry(
+    "imagenet-subset": DatasetEntry(
         "ImageNet-Subset: 100 classes of ImageNet, from a packed store of them or of all; other lists by class_list",
         "Deng et al., ImageNet: a large-scale hierarchical image database, 2009, https://www.image-net.org",
+        partial(packed.load, "imagenet-subset"),
+        SubsetOptions,
     ),
-    "imagenet": Entry(
+    "imagenet": DatasetEntry(
         "ImageNet (ILSVRC 2012): 1.28 million training and 50,000 validation images, 1,000 classes; a packed store",
         "Russakovsky et al., ImageNet large scale visual recognition challenge, 2015, https://arxiv.org/abs/1409.0575",
+        partial(packed.load, "imagenet"),
+        StoreOptions,
     ),
-    "tiny-imagenet-100": Entry(
+    "tiny-imagenet-100": DatasetEntry(
         "100 of Tiny-ImageNet's 200 classes: 50,000 training and 5,000 validation images, 64 x 64, packed or as files",
         "Le and Yang, Tiny ImageNet visual recognition challenge, 2015, https://cs231n.stanford.edu/tiny-imagenet-200.zip",
+        partial(packed.load, "tiny-imagenet-100"),
+        SubsetOptions,
     ),
-    "packed": Entry(
+    "packed": DatasetEntry(
         "any packed store of your own images, made by the command data pack",
         "this package's format, read as torchvision's ImageFolder is, "
         "https://docs.pytorch.org/vision/stable/generated/torchvision.datasets.ImageFolder.html",
+        partial(packed.load, "packed"),
+        SubsetOptions,
     ),
 }
 
+DATASETS: Registry[DatasetEntry] = REGISTERED
+DATASETS.add_builtins(BUILTINS)
 
-def load_dataset(
-    name: str,
-    root: str | Path | None = None,
-    download: bool = False,
-    *,
-    size: int | None = None,
-    test_every: int | None = None,
-    test_folder: str | None = None,
-    class_list: str | None = None,
-    placement: Placement | None = None,
-    held_out: int | None = None,
-) -> Dataset:
-    """The data set of that name. `test_every` and `test_folder` belong to "folder" alone; `class_list` (a list's
-    name or a file) and `placement` (on the device or streamed to it; none: by its memory) to packed stores. With
-    `held_out`, every n-th training image of a class stands in the place of the test images.
 
-    `size` is the side of the square images (64 where none is given); without train/, every `test_every`-th
-    file (the fifth) is a test image; `test_folder` names the one to use where both test/ and val/ are there, or
-    where it has another name.
-    """
+def find_dataset(name: str) -> DatasetEntry:
     if name not in DATASETS:
-        known = ", ".join(DATASETS)
-        raise ConfigError(f"no data set is called {name!r}, only {known}." + nearest(name, DATASETS))
-    if held_out is not None:
-        whole = load_dataset(
-            name, root, download, size=size, test_every=test_every, test_folder=test_folder, class_list=class_list,
-            placement=placement,
-        )  # fmt: skip
-        return hold_out(whole, held_out)
-    if name in stores.NAMED or name == "packed":
-        if download or test_every is not None or test_folder is not None:
-            raise ConfigError(f"{name!r} is read as it was packed: it takes no download, test_every or test_folder")
-        return stores.load(name, root, class_list, size, placement)
-    if class_list is not None or placement is not None:
-        raise ConfigError(f"class_list and placement are for packed stores; {name!r} has no such option")
-    if size is not None and name != "folder":
-        able = ", ".join(["folder", "packed", *stores.NAMED])
-        raise ConfigError(f"image_size is for the data sets {able}; the images of {name!r} stay as they are")
-    options = {"test_every": test_every, "test_folder": test_folder}
-    given = [option for option, value in options.items() if value is not None]
-    if given and name != "folder":
-        raise ConfigError(f"{', '.join(given)} is for the data set 'folder'; {name!r} has no such option")
-    if download and name != "cifar100":
-        raise ConfigError(f"{name!r} is never downloaded; only 'cifar100' can be")
-    if name == "aircraft":
-        return aircraft.load(root)
-    if name == "cifar100":
-        return cifar.load(root, fetch=download)
-    if name == "digits":
-        return digits.load()
-    side = folder.SIZE if size is None else size
-    if side < 1:
-        raise ConfigError(f"size is {side}: expected the side of the images in pixels, 1 or more")
-    listing = list_class_folders(root, folder.TEST_EVERY if test_every is None else test_every, test_folder)
-    return folder.decode_listing(listing, side)
+        raise ConfigError(f"unknown data set {name!r}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}.")
+    return DATASETS[name]
 
 
-def check(root: str | Path, progress: packed.Progress | None = None) -> list[str]:
-    """Verify what lies in `root`, CIFAR-100, FGVC-Aircraft, a packed store or class folders.
+def dataset_options(name: str, given: Mapping[str, Any]) -> DatasetOptions:
+    """The validated options of a data set; those that are None count as not given."""
+    kind = find_dataset(name).Options
+    given = {key: value for key, value in given.items() if value is not None}
+    for key in given:
+        if key not in kind.model_fields:
+            owners = [other for other, entry in DATASETS.items() if key in entry.Options.model_fields]
+            hint = f" It is an option of {', '.join(owners)}." if owners else nearest(key, kind.model_fields)
+            known = f" Its options: {', '.join(kind.model_fields) or 'none'}."
+            raise ConfigError(f"the data set {name!r} has no option {key!r}.{hint}{known}")
+    options: DatasetOptions = validate(kind, given, where=name)
+    return options
 
-    Returns a report in lines or raises a `DataError`.
+
+def load_dataset(name: str, root: Root = None, download: bool = False, **options: Any) -> Dataset:
+    """The data set `name`, with its options (`image_size`, `held_out`, ...: see the `Options` of its entry)."""
+    if "size" in options:
+        raise ConfigError("the option 'size' is now called 'image_size'.")
+    entry, validated = find_dataset(name), dataset_options(name, options)
+    if download:
+        if entry.download is None:
+            able = ", ".join(repr(other) for other, each in DATASETS.items() if each.download is not None)
+            raise ConfigError(f"{name!r} is never downloaded; only {able} can be.")
+        entry.download(root)
+    dataset = entry.load(root, validated)
+    return dataset if validated.held_out is None else hold_out(dataset, validated.held_out)
+
+
+def check(root: str | Path, progress: Progress | None = None) -> list[str]:
+    """Verify the data in `root`: CIFAR-100, FGVC-Aircraft, a packed store or class folders.
+
+    Returns the lines of a report, or raises a `DataError`.
     """
-    path = Path(root).expanduser()
-    holds = f"{cifar.FOLDER}/, {aircraft.FOLDER}/, a packed store, train/ and test/ (or val/), or one folder a class"
-    if not path.is_dir():
-        raise DataError(f"{folder.no_folder(path)}. Give a folder that holds {holds}.")
-    if packed.is_store(path):
-        return packed.check(path, progress)
+    expected = (
+        f"{cifar.FOLDER}/, {aircraft.FOLDER}/, a packed store, train/ and test/ (or val/), or one folder per class"
+    )
+    path = check_folder(root, "this check", f"a folder with {expected}")
+    if is_store(path):
+        return verify_store(path, progress)
     if path.name == aircraft.FOLDER or (path / aircraft.FOLDER).is_dir():
         return aircraft.check(path)
     if path.name == cifar.FOLDER or (path / cifar.FOLDER).is_dir():
         return cifar.check(path)
     if not any(entry.is_dir() for entry in path.iterdir()):
-        raise DataError(f"{path} holds no data set: expected {holds}")
-    found = list_images(path)
-    return folder.check(found.listing, progress, found.name)
+        raise DataError(f"{path} contains no data set: expected {expected}")
+    return folder.check(list_images(path), progress)

@@ -1,4 +1,4 @@
-"""The embedded data set: scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, which need no download."""
+"""scikit-learn's 1,797 handwritten digits, 8 x 8 pixels: embedded, no download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load() -> Dataset:
     except ImportError as error:
         raise DataError("the digits come with scikit-learn: pip install 'incvec[lab]'") from error
     bunch = load_digits()
-    # Sixteen gray steps above black become 0..255.
+    # 17 gray levels, 0..16, become 0..255.
     images = torch.from_numpy(np.rint(bunch.images * (255 / 16)).astype(np.uint8)).unsqueeze(1)
     labels = torch.from_numpy(bunch.target.astype(np.int64))
     one_hot = torch.nn.functional.one_hot(labels, 10)

@@ -1,4 +1,4 @@
-"""Sources that are no images: class Gaussians, whose row c is class c, and features kept from a frozen network."""
+"""Sources other than images: class Gaussians, whose row c is class c, and features of a frozen network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from incvec.contracts import Batch
 
 
 class GaussianSource:
-    """Every row fetched is a fresh draw from its class, scale_c mean_c + L_c z with z from N(0, I)."""
+    """Every fetched row is a new sample of its class, scale_c mean_c + L_c z with z from N(0, I)."""
 
     labels: Tensor
     row: tuple[int, ...]
@@ -23,12 +23,11 @@ class GaussianSource:
         self.row = tuple(means.shape[1:])
 
     def fetch(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str] = ()) -> Batch:
-        drawn = draw(self.centers, self.factors, indices, generator)
-        return Batch((drawn,), indices, indices)
+        return Batch((draw(self.centers, self.factors, indices, generator),), indices, indices)
 
 
 class FeatureSource:
-    """Features computed once, by row; it has one view, whatever its name."""
+    """Features computed once; the same single view for every name."""
 
     labels: Tensor
     row: tuple[int, ...]
@@ -42,9 +41,9 @@ class FeatureSource:
 
 
 def draw(means: Tensor, factors: Tensor, classes: Tensor, generator: torch.Generator | None, each: int = 1) -> Tensor:
-    """`each` draws of each of the given classes, mean_c + L_c z, class by class; classes may repeat.
+    """`each` samples of each of the given classes, mean_c + L_c z, class by class; classes may repeat.
 
-    A batch of matrix products over the classes as given, so that no shape hangs on a value.
+    One batch of matrix products over the classes as given, so shapes do not depend on values.
     """
     width = means.shape[1]
     z = torch.randn(len(classes), width, each, generator=generator, device=means.device, dtype=means.dtype)
@@ -57,19 +56,19 @@ def class_gaussians(
 ) -> tuple[Tensor, Tensor]:
     """Means [C, d] and lower factors L [C, d, d] of the classes, L L' = unbiased covariance + ridge I.
 
-    A class of one sample has no covariance but the ridge. With `shrink` the mean of the diagonal is added to the
-    diagonal and the mean of the other entries to those. Computed in float64, handed out in float32.
+    The covariance of a class with one sample is the ridge alone. With `shrink`, the mean of the diagonal is added to
+    the diagonal and the mean of the other entries to those. Computed in float64, returned in float32.
     """
     means, factors = [], []
     for label in classes:
-        own = features[labels == label].double()
-        centered = own - own.mean(0)
-        covariance = centered.T @ centered / max(len(own) - 1, 1)
-        eye = torch.eye(own.shape[1], dtype=own.dtype, device=own.device)
+        samples = features[labels == label].double()
+        centered = samples - samples.mean(0)
+        covariance = centered.T @ centered / max(len(samples) - 1, 1)
+        eye = torch.eye(samples.shape[1], dtype=samples.dtype, device=samples.device)
         if shrink:
-            on = covariance.diagonal().mean()
-            off = (covariance.sum() - covariance.diagonal().sum()) / max(eye.numel() - len(eye), 1)
-            covariance = covariance + on * eye + off * (1 - eye)
-        means.append(own.mean(0).float())
+            diagonal = covariance.diagonal().mean()
+            others = (covariance.sum() - covariance.diagonal().sum()) / max(eye.numel() - len(eye), 1)
+            covariance = covariance + diagonal * eye + others * (1 - eye)
+        means.append(samples.mean(0).float())
         factors.append(torch.linalg.cholesky(covariance + ridge * eye).float())
     return torch.stack(means), torch.stack(factors)

@@ -1,7 +1,7 @@
-"""Words for classes: prompt templates and class names as a text encoder reads them.
+"""Prompts for text encoders: templates, and class names as text.
 
-A training caption is one sentence; the classifier of an evaluation is the mean over a data set's templates, as CLIP's
-own evaluation has them (Radford et al., ICML 2021, https://arxiv.org/abs/2103.00020). `{}` stands for the name.
+A training caption is one sentence. The zero-shot classifier is the mean over the templates of a data set, as in CLIP's
+evaluation (Radford et al., ICML 2021, https://arxiv.org/abs/2103.00020). `{}` stands for the class name.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eigh
 
 
 def templates(name: str) -> tuple[str, ...]:
-    """The templates of that name."""
     if name not in TEMPLATES:
         known = ", ".join(TEMPLATES)
-        raise ConfigError(f"no prompt templates are called {name!r}.{nearest(name, TEMPLATES)} There are: {known}.")
+        raise ConfigError(f"unknown prompt templates {name!r}.{nearest(name, TEMPLATES)} Known templates: {known}.")
     return TEMPLATES[name]
 
 
 def spoken(class_name: str) -> str:
-    """A class name as text: blanks for underscores, and a single digit as a word."""
+    """A class name as text: spaces for underscores, and a single digit as a word."""
     if len(class_name) == 1 and class_name.isdecimal() and class_name.isascii():
         return _NUMBERS[int(class_name)]
     return " ".join(class_name.replace("_", " ").split())
 
 
 def sentences(template: str, class_names: Sequence[str]) -> list[str]:
-    """One sentence a class."""
+    """One sentence per class."""
     return [template.format(spoken(name)) for name in class_names]

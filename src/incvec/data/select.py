@@ -1,7 +1,7 @@
-"""Choosing among the images of a class by their features: herding, k-means, class means.
+"""Selection of images by their features: herding, k-means, class means.
 
-All classes at once: their rows are laid out in one padded array with a mask. Arithmetic is in float64, so that
-the choice does not hang on the rounding of a batched product. These functions wait for the device; they run
+All classes are processed at once, their rows in one padded array with a mask. Arithmetic is in float64, so that the
+choice does not depend on the rounding of a batched product. These functions synchronize with the device: they run
 between stages, never inside a step.
 """
 
@@ -16,18 +16,18 @@ from torch import Generator, Tensor
 from incvec.errors import DataError, TrainingError
 
 Chooser = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # features, mask, mean, m -> choices
-CHUNK = 64  # classes laid out at a time: bounds the memory that padding and float64 take
+CHUNK = 64  # classes per padded array: bounds the memory for padding and float64
 HERDING_LIMIT = 1000  # iterations, as in LUCIR and iCaRL
-CHECK_EVERY = 16  # iterations between two looks at whether all is done; the result does not depend on it
+CHECK_EVERY = 16  # iterations between two checks for completion; the result does not depend on it
 
 
 @torch.no_grad()
 def herd(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
-    """Herding as iCaRL and LUCIR code it: the rows of `m` exemplars of each class, best first.
+    """Herding as implemented by iCaRL and LUCIR: the rows of `m` exemplars of each class, best first.
 
     With D the L2-normalized features of a class, mu their mean and w = mu at first, repeat: j = argmax_i <w, D_i>;
     append j unless it was chosen before; in either case w <- w + mu - D_j. Stop at `m` rows or 1,000 iterations.
-    Should fewer have been found by then, the argmax is taken over those not yet chosen. Ties go to the first row.
+    If fewer rows are chosen by then, the argmax is taken over those not yet chosen. Ties go to the first row.
 
     `features` [n, d], `labels` [n]; the result is int64 [len(classes), m], positions in `features`.
     """
@@ -36,40 +36,41 @@ def herd(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Te
 
 @torch.no_grad()
 def herd_greedy(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
-    """Herding as PyCIL codes it, arguments and result as `herd`: without replacement, the k-th choice minimizes
+    """Herding as implemented by PyCIL, with the arguments and result of `herd`.
 
-    || mu - (sum of the chosen + D_i) / k ||, which is where the mean of the exemplars is after it.
+    Without replacement; the k-th choice minimizes || mu - (sum of the chosen + D_i) / k ||, the distance of the mean
+    of the exemplars from the class mean.
     """
     return _by_chunk(_herd_greedy, features, labels, classes, m)
 
 
 def _herd(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
     k, n, _ = features.shape
-    everyone = torch.arange(k, device=features.device)
+    classes = torch.arange(k, device=features.device)
     rank = torch.full((k, n), m, device=features.device)  # m: not chosen
-    found = torch.zeros(k, dtype=torch.int64, device=features.device)
+    count = torch.zeros(k, dtype=torch.int64, device=features.device)
     w = mean.clone()
 
     def step(allowed: Tensor) -> None:
         scores = torch.bmm(features, w[:, :, None])[:, :, 0].masked_fill(~allowed, -torch.inf)
         j = scores.argmax(1)
-        new = (rank[everyone, j] == m) & (found < m)
-        rank[everyone, j] = torch.where(new, found, rank[everyone, j])
-        found.add_(new)
-        w.add_(mean - features[everyone, j])
+        new = (rank[classes, j] == m) & (count < m)
+        rank[classes, j] = torch.where(new, count, rank[classes, j])
+        count.add_(new)
+        w.add_(mean - features[classes, j])
 
     for iteration in range(HERDING_LIMIT):
-        if iteration % CHECK_EVERY == 0 and bool((found >= m).all()):
+        if iteration % CHECK_EVERY == 0 and bool((count >= m).all()):
             break
         step(mask)
-    if bool((found < m).any()):
+    if bool((count < m).any()):
         for _ in range(m):
             step(mask & (rank == m))
     return rank.argsort(dim=1, stable=True)[:, :m]
 
 
 def _herd_greedy(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
-    everyone = torch.arange(len(features), device=features.device)
+    classes = torch.arange(len(features), device=features.device)
     total = torch.zeros_like(mean)
     squares = features.square().sum(2)
     free = mask.clone()
@@ -79,32 +80,32 @@ def _herd_greedy(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor
         # || missing - D / k ||^2 without its constant part
         distance = squares / k**2 - 2 / k * torch.bmm(features, missing[:, :, None])[:, :, 0]
         j = distance.masked_fill(~free, torch.inf).argmin(1)
-        total = total + features[everyone, j]
-        free[everyone, j] = False
+        total = total + features[classes, j]
+        free[classes, j] = False
         chosen.append(j)
     return torch.stack(chosen, 1)
 
 
 def _by_chunk(choose: Chooser, features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
     if not bool(torch.isfinite(features).all()):
-        raise TrainingError("exemplars cannot be chosen: some features are not finite. Has the training diverged?")
+        raise TrainingError("exemplars cannot be selected: some features are not finite. Has the training diverged?")
     if m == 0 or len(classes) == 0:
         return torch.empty(len(classes), m, dtype=torch.int64, device=features.device)
     chosen = []
-    for rows, mask in _laid_out(labels, classes, m, "for its exemplars: lower their number or add images"):
-        laid = F.normalize(features[rows].double(), dim=2) * mask[:, :, None]
-        mean = laid.sum(1) / mask.sum(1, keepdim=True)
-        chosen.append(rows.gather(1, choose(laid, mask, mean, m)))
+    for rows, mask in _padded_rows(labels, classes, m, "for its exemplars: lower their number or add images"):
+        padded = F.normalize(features[rows].double(), dim=2) * mask[:, :, None]
+        mean = padded.sum(1) / mask.sum(1, keepdim=True)
+        chosen.append(rows.gather(1, choose(padded, mask, mean, m)))
     return torch.cat(chosen)
 
 
-def _laid_out(labels: Tensor, classes: Sequence[int], at_least: int, why: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """For up to `CHUNK` classes at a time: their rows [k, longest], in ascending order, and the mask."""
+def _padded_rows(labels: Tensor, classes: Sequence[int], at_least: int, why: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """For up to `CHUNK` classes at a time: their rows [k, longest] in ascending order, and the mask."""
     order = labels.argsort(stable=True)
-    wanted = torch.as_tensor(list(classes), dtype=labels.dtype, device=labels.device)
+    class_labels = torch.as_tensor(list(classes), dtype=labels.dtype, device=labels.device)
     ascending = labels[order]
-    first = torch.searchsorted(ascending, wanted)
-    counts = torch.searchsorted(ascending, wanted, right=True) - first
+    first = torch.searchsorted(ascending, class_labels)
+    counts = torch.searchsorted(ascending, class_labels, right=True) - first
     for label, count in zip(classes, counts.tolist(), strict=True):
         if count < at_least:
             raise DataError(f"class {label} has {count} image(s), {at_least} are needed {why}")
@@ -117,12 +118,12 @@ def _laid_out(labels: Tensor, classes: Sequence[int], at_least: int, why: str) -
 
 @torch.no_grad()
 def class_means(features: Tensor, labels: Tensor, n_classes: int) -> Tensor:
-    """The mean feature of every class 0 .. n_classes - 1, [n_classes, d], as they are (nothing is normalized)."""
+    """The mean feature of every class 0 .. n_classes - 1, [n_classes, d], without normalization."""
     if n_classes == 0:
         return features.new_empty(0, features.shape[1])
     means = [
         (features[rows].double() * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-        for rows, mask in _laid_out(labels, range(n_classes), 1, "for its mean")
+        for rows, mask in _padded_rows(labels, range(n_classes), 1, "for its mean")
     ]
     return torch.cat(means).to(features.dtype)
 
@@ -138,16 +139,16 @@ def kmeans(
 ) -> Tensor:
     """Lloyd's k-means on each of b sets of points: `points` [b, n, d] -> centers [b, k, d].
 
-    Starts are drawn by k-means++; of `restarts` of them, the one with the least inertia is kept. `mask` [b, n] marks
-    the real points where sets differ in size. A center that loses all its points stays where it is, and a set with
-    fewer than k different points gets some center twice.
+    Initialized by k-means++; the result is the best of `restarts` by inertia. `mask` [b, n] marks the real points if
+    sets differ in size. A center that loses all its points does not move, and a set with fewer than k different points
+    has repeated centers.
     """
     b, n, d = points.shape
     mask = torch.ones(b, n, dtype=torch.bool, device=points.device) if mask is None else mask
     if not bool(mask.any(1).all()) or k < 1 or restarts < 1:
         raise ValueError(f"k = {k}, {restarts} restarts: expected 1 or more, and points in every set")
     x = torch.where(mask[:, :, None], points.double(), 0.0)
-    centers = _spread(x, mask, k, restarts, generator)
+    centers = _kmeans_plus_plus(x, mask, k, restarts, generator)
     nearest = torch.full((b, n, restarts), -1, device=points.device)
     for iteration in range(iterations):
         before, nearest = nearest, _distances(x, centers).argmin(3)
@@ -170,8 +171,8 @@ def _distances(x: Tensor, centers: Tensor) -> Tensor:
     return squared.clamp(min=0).view(b, x.shape[1], r, k)
 
 
-def _spread(x: Tensor, mask: Tensor, k: int, restarts: int, generator: Generator) -> Tensor:
-    """k-means++: the next center is a point drawn in proportion to its squared distance to the nearest one."""
+def _kmeans_plus_plus(x: Tensor, mask: Tensor, k: int, restarts: int, generator: Generator) -> Tensor:
+    """Initial centers: each is a point drawn with probability proportional to its squared distance to the nearest."""
     b, n, d = x.shape
     rounding = 1e-12 * x.square().sum(2).amax(1)[:, None, None]
     uniform = mask.double()[:, None].expand(b, restarts, n)
@@ -182,7 +183,7 @@ def _spread(x: Tensor, mask: Tensor, k: int, restarts: int, generator: Generator
         center = x.gather(1, drawn[:, :, None].expand(b, restarts, d))
         centers.append(center)
         distance = torch.minimum(distance, _distances(x, center[:, :, None])[..., 0].mT)
-        # A chosen point is at distance 0 but for rounding, which must not let it be drawn again.
+        # The distance of a chosen point is 0 up to rounding: it must not be drawn again.
         weights = (distance * uniform).masked_fill(distance <= rounding, 0)
         weights = torch.where(weights.sum(2, keepdim=True) > 0, weights, uniform)
     return torch.stack(centers, 2)

@@ -1,232 +1,41 @@
-"""Views: what a network sees of a uint8 image. Batched, each sample with its own draws, on the images' device.
+"""Views: the float tensor a network receives for a uint8 image. Computed in batches on the device of the images.
 
-All of it is static tensor code: no synchronization, a fixed number of draws, all of them from the given
-generator, so a captured step can contain it. Colors and resized crops work on float images in [0, 1],
-[B, C, H, W]; they agree with torchvision's transforms, save that torchvision rounds to 8 bits in between.
+Static tensor code, all draws from the given generator: a captured step can contain it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from incvec.data.prepare import fitted
+from incvec.data import augment
+from incvec.data.augment import normalize, to_float
+from incvec.data.dataset import Dataset
+from incvec.data.resize import resize_boxes, resize_on_device
 from incvec.errors import ConfigError, nearest
 from incvec.fused import fused
 
 NAMES = ("train", "test", "strong", "flipped", "raw")
-DRAWING = frozenset({"train", "strong"})
-LUMA = (0.2989, 0.587, 0.114)
-
-
-def window(images: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
-    """Each image seen through a window of its own size at (top, left), black outside, mirrored where asked.
-
-    One gather, so it runs on uint8 before any conversion. `top`, `left`: int64 [B]; `mirrored`: bool [B].
-    """
-    b, c, h, w = images.shape
-    across = torch.arange(w, device=images.device)
-    rows = (top[:, None] + torch.arange(h, device=images.device))[:, :, None]
-    columns = (left[:, None] + torch.where(mirrored[:, None], w - 1 - across, across))[:, None, :]
-    inside = (rows >= 0) & (rows < h) & (columns >= 0) & (columns < w)
-    index = rows.clamp(0, h - 1) * w + columns.clamp(0, w - 1)
-    pixels = images.flatten(2).gather(2, index.view(b, 1, h * w).expand(b, c, h * w)).view(b, c, h, w)
-    return pixels * inside[:, None]
-
-
-def flip(images: Tensor, generator: Generator) -> Tensor:
-    """Mirrored left to right, each with probability 1/2."""
-    return torch.where(_coin(images, 0.5, generator)[:, None, None, None], images.flip(-1), images)
-
-
-def _offsets(images: Tensor, pad: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    offsets = torch.randint(-pad, pad + 1, (2, len(images)), generator=generator, device=images.device)
-    return offsets[0], offsets[1]
-
-
-def _coin(images: Tensor, p: float, generator: Generator) -> Tensor:
-    return torch.rand(len(images), generator=generator, device=images.device) < p
-
-
-def _between(images: Tensor, low: float, high: float, generator: Generator) -> Tensor:
-    return low + (high - low) * torch.rand(len(images), generator=generator, device=images.device)
-
-
-def to_float(images: Tensor) -> Tensor:
-    return images.float() / 255
-
-
-def normalize(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """(x - mean) / std for each channel; `mean` and `std` broadcast against [B, C, H, W]."""
-    return (images - mean) / std
-
-
-def gray(images: Tensor) -> Tensor:
-    """Luma, [B, 1, H, W]; a single channel is its own."""
-    if images.shape[1] == 1:
-        return images
-    red, green, blue = images.unbind(1)
-    return (LUMA[0] * red + LUMA[1] * green + LUMA[2] * blue)[:, None]
-
-
-def _blend(images: Tensor, other: Tensor | float, factor: Tensor) -> Tensor:
-    factor = factor[:, None, None, None]
-    return (factor * images + (1 - factor) * other).clamp(0, 1)
-
-
-def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
-    return _blend(images, 0.0, factor)
-
-
-def adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
-    return _blend(images, gray(images).mean((1, 2, 3), keepdim=True), factor)
-
-
-def adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
-    return _blend(images, gray(images), factor)
-
-
-def adjust_hue(images: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of a full circle; value and saturation stay."""
-    red, green, blue = images.unbind(1)
-    value, lowest = images.amax(1), images.amin(1)
-    chroma = value - lowest
-    safe = torch.where(chroma > 0, chroma, 1.0)
-    sextant = torch.where(
-        value == red,
-        (green - blue) / safe,
-        torch.where(value == green, (blue - red) / safe + 2, (red - green) / safe + 4),
-    )
-    sextant = sextant + 6 * shift[:, None, None]
-
-    def channel(offset: int) -> Tensor:
-        k = (sextant + offset) % 6
-        return value - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
-
-    return torch.stack([channel(5), channel(3), channel(1)], 1).clamp(0, 1)
-
-
-def brightness_jitter(images: Tensor, amount: float, generator: Generator) -> Tensor:
-    """Brightness times a factor from U(1 - amount, 1 + amount)."""
-    return adjust_brightness(images, _between(images, max(0.0, 1 - amount), 1 + amount, generator))
-
-
-def color_jitter(
-    images: Tensor, brightness: float, contrast: float, saturation: float, hue: float, generator: Generator
-) -> Tensor:
-    """Brightness, contrast, saturation, hue, always in this order (torchvision shuffles it for every image).
-
-    Images of one channel have neither saturation nor hue.
-    """
-    images = brightness_jitter(images, brightness, generator)
-    images = adjust_contrast(images, _between(images, max(0.0, 1 - contrast), 1 + contrast, generator))
-    if images.shape[1] == 1:
-        return images
-    images = adjust_saturation(images, _between(images, max(0.0, 1 - saturation), 1 + saturation, generator))
-    return adjust_hue(images, _between(images, -hue, hue, generator))
-
-
-def random_gray(images: Tensor, p: float, generator: Generator) -> Tensor:
-    """Without color, with probability p."""
-    return torch.where(_coin(images, p, generator)[:, None, None, None], gray(images), images)
-
-
-def resized_window(images: Tensor, top: Tensor, left: Tensor, height: Tensor, width: Tensor) -> Tensor:
-    """The box of each image, stretched bilinearly to the whole image's size; float [B] each, in whole pixels.
-
-    Sampling points are kept between the centers of the box's outermost pixels, so nothing outside shines in.
-    """
-    down = _centers(top, height, images.shape[2])
-    right = _centers(left, width, images.shape[3])
-    b, _, h, w = images.shape
-    grid = torch.stack([right[:, None, :].expand(b, h, w), down[:, :, None].expand(b, h, w)], -1)
-    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
-
-
-def _centers(start: Tensor, extent: Tensor, size: int) -> Tensor:
-    """Sampling points along one axis in grid_sample's coordinates, which run from -1 to 1, edge to edge."""
-    steps = (torch.arange(size, device=start.device) + 0.5) / size
-    inside = (steps * extent[:, None]).clamp(min=0.5).minimum(extent[:, None] - 0.5)
-    return 2 * (start[:, None] + inside) / size - 1
-
-
-def draw_boxes(
-    images: Tensor,
-    generator: Generator,
-    scale: tuple[float, float] = (0.2, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    attempts: int = 10,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A box in each image (top, left, height, width): share of the area from U(scale), log aspect from U(log ratio).
-
-    As in torchvision, the first of ten drawn boxes that fits is taken, else the largest central one; here all
-    ten are drawn at once, since the number of draws may not depend on their values.
-    """
-    b, _, h, w = images.shape
-    draws = torch.rand(2, b, attempts, generator=generator, device=images.device)
-    area = h * w * (scale[0] + (scale[1] - scale[0]) * draws[0])
-    aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[1])
-    widths, heights = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
-    fits = (widths >= 1) & (widths <= w) & (heights >= 1) & (heights <= h)
-    first = fits.int().argmax(1, keepdim=True)
-    any_fits = fits.any(1)
-    # Where none fits: as much of the image as the permitted aspect ratios allow.
-    fallback_width, fallback_height = min(w, round(h * ratio[1])), min(h, round(w / ratio[0]))
-    width = torch.where(any_fits, widths.gather(1, first)[:, 0], float(fallback_width))
-    height = torch.where(any_fits, heights.gather(1, first)[:, 0], float(fallback_height))
-    place = torch.rand(2, b, generator=generator, device=images.device)
-    place = torch.where(any_fits, place, 0.5)
-    top = (place[0] * (h - height + 1)).floor().minimum(h - height)
-    left = (place[1] * (w - width + 1)).floor().minimum(w - width)
-    return top, left, height, width
-
-
-def random_resized_crop(
-    images: Tensor,
-    generator: Generator,
-    scale: tuple[float, float] = (0.2, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    attempts: int = 10,
-) -> Tensor:
-    """A random box of each image, stretched to full size."""
-    return resized_window(images, *draw_boxes(images, generator, scale, ratio, attempts))
-
-
-def rotate90(images: Tensor) -> Tensor:
-    """All four rotations of square images: [4B, C, H, W], row 4i + k being image i turned k times 90 degrees.
-
-    Turns are anticlockwise, as `torch.rot90` has them; `rotation_labels` gives the labels in the same order.
-    """
-    turned = torch.stack([torch.rot90(images, k, (2, 3)) for k in range(4)], 1).flatten(0, 1)
-    if images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous():
-        turned = turned.contiguous(memory_format=torch.channels_last)
-    return turned
-
-
-def rotation_labels(labels: Tensor) -> Tensor:
-    """4y + k for every label y and turn k, in the order of `rotate90`."""
-    return (4 * labels[:, None] + torch.arange(4, device=labels.device)).flatten()
+RANDOM = frozenset({"train", "strong"})
+CENTER_FRACTION = 7 / 8  # of the stored side, shown by test views of large images: 224 of 256
 
 
 class Views:
     """The views of one data set, by name.
 
-    - `train`: crop, flip (where the data allow it), brightness jitter, normalize;
+    - `train`: padded random crop, flip (if the data set allows it), brightness jitter, normalize;
     - `test`: normalize;
-    - `strong`: FCS's second view: resized crop, gray with probability 0.2, color jitter of 0.4, flip (where
-      the data allow it), normalize;
-    - `flipped`: `test` mirrored, for class means over both; where `flip` is False it is `test` itself, since
-      a mirrored image would be none of its class;
+    - `strong`: FCS's second view: resized crop, gray with probability 0.2, color jitter of 0.4, flip (if the data set
+      allows it), normalize;
+    - `flipped`: `test` flipped left to right, for class means over both; the same as `test` if `flip` is False;
     - `raw`: pixels in [0, 1].
 
-    With a `size`, images are brought to it before anything else: short side, then the center square.
+    With a `size`, images are first resized to it: short side, then the center square.
     """
-
-    size: int | None = None
 
     def __init__(
         self,
@@ -239,81 +48,136 @@ class Views:
     ) -> None:
         if len(mean) != len(std) or not all(s > 0 for s in std):
             raise ConfigError(
-                f"normalization by mean {tuple(mean)} and std {tuple(std)}: expected as many of both, and every std > 0"
+                f"normalization by mean {tuple(mean)} and std {tuple(std)}: expected the same length, and every std > 0"
             )
         if pad < 0 or brightness < 0:
-            raise ConfigError(f"pad {pad} and brightness {brightness}: expected neither to be negative")
-        self.pad = pad
-        self.flip = flip
-        self.brightness = brightness
-        self.size = size
-        self.channels_last = False  # the source's wish
+            raise ConfigError(f"pad is {pad} and brightness {brightness}: expected 0 or more")
+        self.pad, self.flip, self.brightness, self.size = pad, flip, brightness, size
+        self.channels_last = False  # set by the source
         self.mean = torch.tensor(mean, dtype=torch.float32)[:, None, None]
         self.std = torch.tensor(std, dtype=torch.float32)[:, None, None]
 
-    def to(self, device: torch.device | str) -> Views:
-        """The same views with their constants on `device`, where a captured step needs them."""
-        moved = Views.__new__(Views)
-        moved.pad, moved.flip, moved.brightness = self.pad, self.flip, self.brightness
-        moved.size, moved.channels_last = self.size, self.channels_last
-        moved.mean, moved.std = self.mean.to(device), self.std.to(device)
+    def to(self, device: torch.device | str) -> Self:
+        """The same views with their constants on `device`, where a captured step reads them."""
+        moved = copy(self)
+        vars(moved).update({name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)})
         return moved
 
     def __call__(self, name: str, images: Tensor, generator: Generator | None = None) -> Tensor:
-        """Float images for uint8 ones, [B, C, H, W]; `generator` may be None for views that draw nothing."""
+        """The view of uint8 images [B, C, H, W] as floats; `generator` may be None for views without randomness."""
         if name not in NAMES:
-            raise ConfigError(f"no view is called {name!r}, only {', '.join(NAMES)}." + nearest(name, NAMES))
+            raise ConfigError(f"unknown view {name!r}.{nearest(name, NAMES)} Known views: {', '.join(NAMES)}.")
+        if name in RANDOM and generator is None:
+            raise ValueError(f"the view {name!r} is random and needs a generator; None was given")
         if self.size is not None:
-            images = fitted(images, self.size, len(self.mean))
-        if name == "raw":
-            return to_float(images)
-        if name == "train":
-            return self._train(images, _needed(name, generator))
-        if name == "strong":
-            return self._strong(images, _needed(name, generator))
+            images = resize_on_device(images, self.size, len(self.mean))
+        if name == "train" and generator is not None:
+            return self._train(images, generator)
+        if name == "strong" and generator is not None:
+            return self._strong(images, generator)
+        pixels = self._test_pixels(images)
         if name == "flipped" and self.flip:
-            images = images.flip(-1)
-        return normalize(to_float(images), self.mean, self.std)
+            pixels = pixels.flip(-1)
+        return pixels if name == "raw" else normalize(pixels, self.mean, self.std)
+
+    def _test_pixels(self, images: Tensor) -> Tensor:
+        """What test views show of the images, in [0, 1]."""
+        return to_float(images)
 
     def _train(self, images: Tensor, generator: Generator) -> Tensor:
-        """Draws first, pixels after: the second half is one kernel inside a captured step."""
-        top, left = _offsets(images, self.pad, generator)
-        mirrored = _coin(images, 0.5, generator) if self.flip else None
-        amount = self.brightness
-        factor = _between(images, max(0.0, 1 - amount), 1 + amount, generator) if amount else None
-        return _developed(images, top, left, mirrored, factor, self.mean, self.std, self.channels_last)
+        """All draws first, then the pixels, which are one kernel inside a captured step."""
+        top, left = augment.random_offsets(images, self.pad, generator)
+        flipped = augment.bernoulli(images, 0.5, generator) if self.flip else None
+        factor = augment.jitter_factors(images, self.brightness, generator) if self.brightness else None
+        return _padded_crop(images, top, left, flipped, factor, self.mean, self.std, self.channels_last)
 
     def _strong(self, images: Tensor, generator: Generator) -> Tensor:
-        images = random_resized_crop(to_float(images), generator)
-        images = random_gray(images, 0.2, generator)
-        images = color_jitter(images, 0.4, 0.4, 0.4, 0.4, generator)
+        return self._strong_colors(augment.random_resized_crop(to_float(images), generator), generator)
+
+    def _strong_colors(self, pixels: Tensor, generator: Generator) -> Tensor:
+        pixels = augment.random_gray(pixels, 0.2, generator)
+        pixels = augment.color_jitter(pixels, 0.4, 0.4, 0.4, 0.4, generator)
         if self.flip:
-            images = flip(images, generator)
-        return normalize(images, self.mean, self.std)
+            pixels = augment.random_flip(pixels, generator)
+        return normalize(pixels, self.mean, self.std)
+
+
+class ResizedViews(Views):
+    """Views of images that are stored larger than the network sees them.
+
+    - `train`: RandomResizedCrop of the stored square (0.08 to 1 of its area), flip, brightness jitter, normalize;
+    - `test`: the central 7/8 of the image, normalized. For images stored at 256 this is torchvision's Resize(256) and
+      CenterCrop(224);
+    - `strong`, `flipped`, `raw`: as in `Views`, at the size of the network's input.
+    """
+
+    def __init__(
+        self, stored: int, side: int, flip: bool, brightness: float, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
+        super().__init__(0, flip, brightness, mean, std)
+        if not 1 <= side <= stored:
+            raise ConfigError(
+                f"the network's input has side {side}, but images are stored with {stored}: expected less"
+            )
+        self.stored, self.side = stored, side
+        self.inner = max(side, round(CENTER_FRACTION * stored))
+        self.box = torch.tensor([(stored - self.inner) // 2, self.inner], dtype=torch.float32)
+
+    def _test_pixels(self, images: Tensor) -> Tensor:
+        if self.inner == self.side:
+            first = (self.stored - self.side) // 2
+            return to_float(images[:, :, first : first + self.side, first : first + self.side])
+        start, extent = self.box[:1].expand(len(images)), self.box[1:].expand(len(images))
+        return resize_boxes(images, (start, start, extent, extent), self.side) / 255
+
+    def _train(self, images: Tensor, generator: Generator) -> Tensor:
+        box = augment.draw_boxes(images, generator, scale=(0.08, 1.0))
+        flipped = augment.bernoulli(images, 0.5, generator) if self.flip else None
+        factor = augment.jitter_factors(images, self.brightness, generator) if self.brightness else None
+        pixels = resize_boxes(images, box, self.side, flipped)
+        return _finish_resized(pixels, factor, self.mean, self.std, self.channels_last)
+
+    def _strong(self, images: Tensor, generator: Generator) -> Tensor:
+        box = augment.draw_boxes(images, generator, scale=(0.2, 1.0))
+        return self._strong_colors(resize_boxes(images, box, self.side) / 255, generator)
 
 
 @fused
-def _developed(
+def _padded_crop(
     images: Tensor,
     top: Tensor,
     left: Tensor,
-    mirrored: Tensor | None,
+    flipped: Tensor | None,
     factor: Tensor | None,
     mean: Tensor,
     std: Tensor,
     channels_last: bool,
 ) -> Tensor:
-    """`window`, `adjust_brightness` and `normalize` in one."""
-    if mirrored is None:
-        mirrored = torch.zeros_like(top, dtype=torch.bool)
-    seen = to_float(window(images, top, left, mirrored))
+    """Crop, flip, brightness and normalization in one kernel."""
+    if flipped is None:
+        flipped = torch.zeros_like(top, dtype=torch.bool)
+    return _finish(augment.crop_and_flip(images, top, left, flipped), factor, mean, std, channels_last)
+
+
+@fused
+def _finish_resized(pixels: Tensor, factor: Tensor | None, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
+    return _finish(pixels, factor, mean, std, channels_last)
+
+
+def _finish(pixels: Tensor, factor: Tensor | None, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
+    """Brightness and normalization of pixels from 0 to 255."""
+    pixels = to_float(pixels)
     if factor is not None:
-        seen = adjust_brightness(seen, factor)
-    seen = normalize(seen, mean, std)
-    return seen.contiguous(memory_format=torch.channels_last) if channels_last else seen
+        pixels = augment.adjust_brightness(pixels, factor)
+    pixels = normalize(pixels, mean, std)
+    return pixels.contiguous(memory_format=torch.channels_last) if channels_last else pixels
 
 
-def _needed(name: str, generator: Generator | None) -> Generator:
-    if generator is None:
-        raise ValueError(f"the view {name!r} draws, so it needs a generator; None was given")
-    return generator
+def make_views(
+    dataset: Dataset, brightness: float, mean: Sequence[float], std: Sequence[float], size: int | None = None
+) -> Views:
+    """The views of a data set; `size` is the input size that the network requires, if it requires one."""
+    stored = dataset.train_images.shape[-1]
+    if dataset.side is None or (size is not None and size > stored):
+        return Views(dataset.pad, dataset.flip, brightness, mean, std, size)
+    return ResizedViews(stored, size or dataset.side, dataset.flip, brightness, mean, std)

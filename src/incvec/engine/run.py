@@ -101,7 +101,7 @@ class Run:
     @property
     def loop(self) -> StageLoop | None:
         """The loop of the stage in training, if any."""
-        return self._built().loop
+        return None if self.state is None else self.state.loop
 
     def matrix(self, classifier: str | None = None) -> list[list[float]]:
         """Rows of the accuracy matrix so far, in percent."""

@@ -29,7 +29,7 @@ import yaml
 
 from incvec.addons import ADDONS, find_addon
 from incvec.config import RunConfig, differences, digest, validate
-from incvec.data import DATASETS
+from incvec.data import dataset_options, find_dataset
 from incvec.errors import ConfigError, nearest
 from incvec.methods import METHODS, find_method
 from incvec.registry import PRESETS
@@ -161,8 +161,7 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     pretrained = find_method(method).pretrained
     kinds = {method: find_method(method).Options} | {name: find_addon(name).Options for name in addons}
     dataset = given.get("dataset", "digits")
-    if dataset not in DATASETS:
-        raise ConfigError(f"unknown data set {dataset!r}.{nearest(dataset, DATASETS)} Known: {', '.join(DATASETS)}.")
+    find_dataset(dataset)
     variant = given.get("variant", "paper")
     if variant != "paper":
         entry = load_presets(method).datasets.get(dataset)
@@ -195,6 +194,7 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     if values.get("class_order") is not None:
         values["order_seed"] = None  # an explicit order does not come from a seed
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
+    dataset_options(dataset, config.data_options())
     return config
 
 

@@ -248,7 +248,12 @@ def codes(names: Iterable[str]) -> str:
 
 def overview() -> str:
     """The names only, for the README."""
-    names = {"methods": METHODS, "add-ons": ADDONS, "data sets": DATASETS, "networks": networks()}
+    names: dict[str, Iterable[str]] = {
+        "methods": METHODS,
+        "add-ons": ADDONS,
+        "data sets": DATASETS,
+        "networks": networks(),
+    }
     return Table(["kind", "names"], [[kind, codes(members)] for kind, members in names.items()]).markdown()
 
 

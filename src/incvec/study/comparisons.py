@@ -14,14 +14,18 @@ from incvec.study.paper import (
     Comparison,
     PretrainedTable,
     Records,
-    ablation_rows,
+    ablation_configs,
+    by_seed,
     compare,
+    compare_cell,
     compare_gains,
     is_pretrained,
     learning_rate_records,
     paper_tables,
+    records_of,
     values_of,
 )
+from incvec.study.runs import settings_text
 from incvec.study.tables import Cell, Column, Row, Table, code, make_row, mean, number
 
 NOT_RUN = "not run"
@@ -86,9 +90,12 @@ def ablation_table(name: str, records: Records) -> Table:
     """A table of the paper about a single setting."""
     content = paper_tables("ablations")[name]
     rows = []
-    for row in ablation_rows(name, records):
-        setting = code(row.setting, missing="")
-        rows.append(make_row(row.run, setting, number(row.config.tasks, "d"), *compared(row.values), dim=not row.seeds))
+    for row, config in zip(content["rows"], ablation_configs(name), strict=True):
+        cell = by_seed(records_of(config, records))
+        settings = {f"{part}.{key}": value for part, own in row.get("set", {}).items() for key, value in own.items()}
+        setting = code(row.get("label") or settings_text(settings), missing="")
+        numbers = compared(compare_cell(cell, row["paper"]))
+        rows.append(make_row(row["run"], setting, number(row["tasks"], "d"), *numbers, dim=not cell))
     labels = [label for m in METRICS for label in (m, "paper", "diff")]
     columns = columns_of(["run", "setting", Column("tasks")], labels)
     title = f"{style.dataset(content['dataset'])}: {content['title']}"

@@ -55,11 +55,11 @@ def gap_table(dataset: str, groups: Sequence[Group]) -> Table | None:
     gaps = dict(zip((run.path for run in every), oracle_gaps([run.record for run in every]), strict=True))
     rows = []
     for group in groups:
-        found = [gap for run in group.runs if (gap := gaps[run.path]) is not None and gap.closed is not None]
-        if group.dataset == dataset and found:
-            cells = [Cell(group.label), number(group.stream.tasks, "d"), number(len(found), "d")]
-            cells += [mean([gap.plain for gap in found]), mean([gap.with_addons for gap in found])]
-            cells += [mean([gap.oracle for gap in found]), mean([100 * (gap.closed or 0) for gap in found], ".1f")]
+        own = [gap for run in group.runs if (gap := gaps[run.path]) is not None and gap.closed is not None]
+        if group.dataset == dataset and own:
+            cells = [Cell(group.label), number(group.stream.tasks, "d"), number(len(own), "d")]
+            cells += [mean([gap.plain for gap in own]), mean([gap.with_addons for gap in own])]
+            cells += [mean([gap.oracle for gap in own]), mean([100 * (gap.closed or 0) for gap in own], ".1f")]
             rows.append(cells)
     columns: list[str | Column] = ["run", Column("increments"), Column("seeds")]
     columns += [Column(label, "LA ↑") for label in ("plain", "with add-on", "oracle")] + [Column("gap closed, %")]

@@ -15,7 +15,7 @@ from incvec.config import RunConfig, digest
 from incvec.engine.sweep import read_sweep
 from incvec.methods import find_method
 from incvec.presets import changed_settings, resolve, sweeps
-from incvec.study.runs import Record, Seed, row_name, seed_of, settings_text
+from incvec.study.runs import Record, Seed, row_name, seed_of
 
 METRICS = ("AA", "LA", "FM")
 FM_SPU = "fm_spu"  # the forgetting measure of the paper's table of pre-trained models
@@ -198,26 +198,9 @@ def sweep_configs(sweep: str) -> list[RunConfig]:
     return [resolve(given) for given in read_sweep(sweeps()[sweep])]
 
 
-@dataclass(frozen=True)
-class Ablation:
-    """One row of a table of the paper about a single setting: AA, LA and FM, ours beside the paper's."""
-
-    config: RunConfig
-    setting: str
-    values: list[Comparison]
-
-    @property
-    def run(self) -> str:
-        return row_name(self.config.resolved())
-
-    @property
-    def seeds(self) -> int:
-        return len(self.values[0].ours)
-
-
 @cache
 def ablation_configs(name: str) -> tuple[RunConfig, ...]:
-    """The runs of such a table, row by row."""
+    """The runs of a table of the paper about a single setting, row by row."""
     content = paper_tables("ablations")[name]
     configs = []
     for row in content["rows"]:
@@ -229,16 +212,6 @@ def ablation_configs(name: str) -> tuple[RunConfig, ...]:
 
 def ablation_names(dataset: str) -> list[str]:
     return [name for name, content in paper_tables("ablations").items() if content["dataset"] == dataset]
-
-
-def ablation_rows(name: str, records: Records) -> list[Ablation]:
-    """All rows of such a table, with or without runs of ours."""
-    rows = []
-    for row, config in zip(paper_tables("ablations")[name]["rows"], ablation_configs(name), strict=True):
-        values = compare_cell(by_seed(records_of(config, records)), row["paper"])
-        settings = {f"{part}.{key}": value for part, own in row.get("set", {}).items() for key, value in own.items()}
-        rows.append(Ablation(config, row.get("label") or settings_text(settings), values))
-    return rows
 
 
 @dataclass(frozen=True)
@@ -261,9 +234,9 @@ class PretrainedTable:
 
     def gains(self, records: Records) -> dict[tuple[str, int], list[Comparison]]:
         """IVT's gain by (host, tasks), beside that of CLIP in the paper (whose FM is another measure)."""
-        found = compare_gains(self.dataset, records, cells=self.cells(records))
+        gains = compare_gains(self.dataset, records, cells=self.cells(records))
         keys = [(row, tasks) for tasks in self.tasks for row in self.rows]
-        return {key: found[key] for key in keys if key in found}
+        return {key: gains[key] for key in keys if key in gains}
 
 
 LITE_MODEL = "EfficientNet-Lite0 and MiniLM joined in closed form: a small dual encoder that is not CLIP"
@@ -271,7 +244,7 @@ LITE_AIRCRAFT = ("zeroshot", "flyp", "flyp + ivt", "slca", "slca + ivt")
 
 
 def pretrained_tables() -> list[PretrainedTable]:
-    """The paper's tables of CLIP, then those of the small model that stands in for it."""
+    """The paper's tables of CLIP, then those of the small model used in its place."""
     paper = paper_tables("pretrained")
     clip = [
         PretrainedTable(name, table["title"], 100, (5, 10), tuple(table["rows"]), True) for name, table in paper.items()

@@ -14,41 +14,9 @@ from typing import Any
 from incvec.config import RunConfig
 from incvec.presets import changed_settings, resolve
 from incvec.records import find_records, read_record
-from incvec.study.comparisons import (
-    NOT_RUN,
-    ablation_table,
-    clip_table,
-    gain_table,
-    learning_rate_table,
-    lite_table,
-    main_table,
-    pretrained_gain_table,
-)
-from incvec.study.paper import (
-    LITE_MODEL,
-    METRICS,
-    BySeed,
-    Records,
-    ablation_configs,
-    ablation_names,
-    by_seed,
-    compare_cell,
-    compare_gains,
-    is_pretrained,
-    is_standard,
-    learning_rate_records,
-    paired_gains,
-    pairs_with_different_bases,
-    paper_gains,
-    paper_tables,
-    pretrained_tables,
-    records_of,
-    same_base,
-    settings_key,
-    standard_cells,
-    sweep_configs,
-    values_of,
-)
+from incvec.study import comparisons, paper
+from incvec.study.comparisons import NOT_RUN
+from incvec.study.paper import METRICS, BySeed, Records
 from incvec.study.runs import Record, oracle_gaps, row_name, seed_of, settings_text
 from incvec.study.tables import Cell, Table, make_row, mean, number
 
@@ -69,7 +37,7 @@ def open_settings_table(dataset: str, records: Records) -> Table | None:
     All lines are of the sweep's seeds; a dagger marks runs that started from another base task than their host.
     """
     hosts: dict[str, list[RunConfig]] = {}
-    for config in (config for sweep in OPEN_SWEEPS for config in sweep_configs(sweep)):
+    for config in (config for sweep in OPEN_SWEEPS for config in paper.sweep_configs(sweep)):
         if config.dataset == dataset:
             hosts.setdefault(config.method, []).append(config)
     rows: list[list[str | Cell]] = []
@@ -78,19 +46,19 @@ def open_settings_table(dataset: str, records: Records) -> Table | None:
         given = {key: getattr(configs[0], key) for key in ("method", "addons", "dataset", "tasks", "seed")}
         default, host = resolve(given), resolve({**given, "addons": []})
         name, seeds = row_name(default.resolved()), {config.seed for config in configs}
-        table = paper_tables("scratch")[dataset]["rows"]
-        paper, paper_host = (table[row][default.tasks] for row in (name, host.method))
+        rows_of_paper = paper.paper_tables("scratch")[dataset]["rows"]
+        theirs, theirs_host = (rows_of_paper[row][default.tasks] for row in (name, host.method))
         rows.append([name, "the paper", "3"])
-        for ours, plain in zip(paper, paper_host, strict=True):
+        for ours, plain in zip(theirs, theirs_host, strict=True):
             rows[-1] += [number(ours), number(ours - plain, "+.2f"), ""]
-        host_records = records_of(host, records)
+        host_records = paper.records_of(host, records)
         base = base_accuracies(host_records)
         for config in (default, *configs):
-            own = [record for record in records_of(config, records) if record["seed"] in seeds]
-            other = [s for s, value in base_accuracies(own).items() if not same_base(base.get(s, value), value)]
+            own = [record for record in paper.records_of(config, records) if record["seed"] in seeds]
+            other = [s for s, value in base_accuracies(own).items() if not paper.same_base(base.get(s, value), value)]
             other_base |= bool(other)
             setting = settings_text(changed_settings(config.resolved())) or "default"
-            cells = setting_cells(by_seed(own), by_seed(host_records), paper)
+            cells = setting_cells(paper.by_seed(own), paper.by_seed(host_records), theirs)
             rows.append([name, f"`{setting}`{' †' if other else ''}", str(len(own)), *cells])
     columns = ["run", "setting", "seeds", *(label for m in METRICS for label in (m, "gain", "vs paper"))]
     dagger = "† Started from another base task than its host, despite the same seed: the gain includes that difference."
@@ -102,10 +70,10 @@ def base_accuracies(records: Records) -> dict[Any, float]:
     return {seed_of(record): record["accuracy"][0][0] for record in records}
 
 
-def setting_cells(cell: BySeed, host: BySeed, paper: Sequence[float]) -> list[Cell]:
+def setting_cells(cell: BySeed, host: BySeed, theirs: Sequence[float]) -> list[Cell]:
     """For each metric ours, the gain over the host, and the difference to the paper's."""
     cells = []
-    for ours, gain in zip(compare_cell(cell, paper), paired_gains(cell, host), strict=True):
+    for ours, gain in zip(paper.compare_cell(cell, theirs), paper.paired_gains(cell, host), strict=True):
         paired = f" ({len(gain.ours)})" if 0 < len(gain.ours) < len(cell) else ""  # seeds that have their host
         cells += [mean(ours.ours, count=True, missing=NOT_RUN), Cell(number(gain.mean, "+.2f", "").text + paired)]
         cells.append(number(ours.difference, "+.2f", ""))
@@ -114,12 +82,12 @@ def setting_cells(cell: BySeed, host: BySeed, paper: Sequence[float]) -> list[Ce
 
 def bounds_table(dataset: str, records: Records) -> Table | None:
     """The oracle and joint training beside the method without and with IVT; the paper has no numbers for them."""
-    configs = sweep_configs(BOUNDS_SWEEP)
+    configs = paper.sweep_configs(BOUNDS_SWEEP)
     if configs[0].dataset != dataset:
         return None
     tasks = next(config.tasks for config in configs if config.oracle)
-    shown = {settings_key(config.resolved()): config for config in configs if config.tasks == tasks}
-    members = [records_of(config, records) for config in shown.values()]
+    shown = {paper.settings_key(config.resolved()): config for config in configs if config.tasks == tasks}
+    members = [paper.records_of(config, records) for config in shown.values()]
     every = [record for own in members for record in own]
     closed = {id(record): gap.closed for record, gap in zip(every, oracle_gaps(every), strict=True) if gap}
     rows = []
@@ -128,7 +96,7 @@ def bounds_table(dataset: str, records: Records) -> Table | None:
         gap = f"{100 * statistics.mean(shares):.0f} %" if shares else ""
         gap += f" ({len(shares)} of {len(own)} seeds)" if 0 < len(shares) < len(own) else ""
         missing = "" if own else NOT_RUN
-        metrics = [mean(values_of(by_seed(own), m), count=True, missing=missing) for m in METRICS]
+        metrics = [mean(paper.values_of(paper.by_seed(own), m), count=True, missing=missing) for m in METRICS]
         length = 1 if config.method == "joint" else config.tasks
         rows.append(make_row(run_text(config.resolved()), str(length), str(len(own)), *metrics, gap))
     return Table(["run", "tasks", "seeds", *METRICS, "gap closed"], rows)
@@ -137,50 +105,44 @@ def bounds_table(dataset: str, records: Records) -> Table | None:
 def other_data_table(dataset: str, content: Mapping[str, Any], records: Records) -> Table:
     """A data set that the paper does not have: the hosts without and with IVT, and the gain beside those elsewhere."""
     first, *more = content["compare_with"]
-    paper = {name: paper_tables("scratch")[name]["rows"] for name in (first, *more)}
-    hosts = [row for row in paper[first] if f"{row} + ivt" in paper[first]]
-    elsewhere = {name: compare_gains(name, records) for name in more}
+    theirs = {name: paper.paper_tables("scratch")[name]["rows"] for name in (first, *more)}
+    hosts = [row for row in theirs[first] if f"{row} + ivt" in theirs[first]]
+    elsewhere = {name: paper.compare_gains(name, records) for name in more}
     rows = []
     for variant in content["variants"]:
-        ours = standard_cells(dataset, records, variant)
+        ours = paper.standard_cells(dataset, records, variant)
         for tasks, host in ((tasks, host) for tasks in content["tasks"] for host in hosts):
             plain, with_ivt = ours.get((host, tasks), {}), ours.get((f"{host} + ivt", tasks), {})
             if variant != content["variants"][0] and not (plain or with_ivt):
                 continue
-            reached = [mean(values_of(cell, "AA"), count=True, missing=NOT_RUN) for cell in (plain, with_ivt)]
+            reached = [mean(paper.values_of(cell, "AA"), count=True, missing=NOT_RUN) for cell in (plain, with_ivt)]
             cells = [Cell(host), Cell(variant), number(tasks, "d"), *reached]
-            for place, gain in enumerate(paired_gains(with_ivt, plain)):
+            for place, gain in enumerate(paper.paired_gains(with_ivt, plain)):
                 cells.append(number(gain.mean, "+.2f", NOT_RUN))
-                values = [paper_gains(paper[first], host, tasks)[place]]
+                values = [paper.paper_gains(theirs[first], host, tasks)[place]]
                 for name, gains in elsewhere.items():
                     own = gains[host, tasks][place].mean if (host, tasks) in gains else None
-                    values += [paper_gains(paper[name], host, tasks)[place], own]
+                    values += [paper.paper_gains(theirs[name], host, tasks)[place], own]
                 cells += [number(value, "+.2f", "") for value in values]
             rows.append(cells)
     compared = ("gain", f"paper, {first}", *(f"{whose}, {name}" for name in more for whose in ("paper", "ours")))
-    columns = [
-        "host",
-        "settings",
-        "tasks",
-        "AA",
-        "AA with IVT",
-        *(f"{m} {label}" for m in METRICS for label in compared),
-    ]
+    columns = ["host", "settings", "tasks", "AA", "AA with IVT"]
+    columns += [f"{metric} {label}" for metric in METRICS for label in compared]
     return Table(columns, rows)
 
 
 def other_runs_table(dataset: str, records: Records) -> Table | None:
     """Records of networks trained from scratch that no other table shows."""
-    shown = {
-        settings_key(config.resolved()) for sweep in (BOUNDS_SWEEP, *OPEN_SWEEPS) for config in sweep_configs(sweep)
-    }
-    shown |= {settings_key(c.resolved()) for name in ablation_names(dataset) for c in ablation_configs(name)}
-    content = paper_tables("scratch")[dataset]
+    configs = [config for sweep in (BOUNDS_SWEEP, *OPEN_SWEEPS) for config in paper.sweep_configs(sweep)]
+    configs += [config for name in paper.ablation_names(dataset) for config in paper.ablation_configs(name)]
+    keys = {paper.settings_key(config.resolved()) for config in configs}
+    content = paper.paper_tables("scratch")[dataset]
 
     def is_shown(r: Record) -> bool:
+        if paper.is_standard(r) and r["tasks"] in content["rows"].get(row_name(r), ()):
+            return True
         variants = content.get("variants", ()) if r["tasks"] in content.get("tasks", ()) else ()
-        in_main_table = is_standard(r) and r["tasks"] in content["rows"].get(row_name(r), ())
-        return in_main_table or settings_key(r["config"]) in shown or any(is_standard(r, v) for v in variants)
+        return paper.settings_key(r["config"]) in keys or any(paper.is_standard(r, variant) for variant in variants)
 
     rest = [r for r in records if r["dataset"] == dataset and not is_shown(r)]
     rows = []
@@ -215,9 +177,7 @@ def provenance(records: Records) -> list[str]:
 
 def titled(heading: str, table: Table | None) -> list[str]:
     """A heading and a table; nothing without a table."""
-    if table is None:
-        return []
-    return ["", heading, "", table.markdown(align=False)]
+    return [] if table is None else ["", heading, "", table.markdown(align=False)]
 
 
 def pretrained_sections(records: Records) -> list[str]:
@@ -228,35 +188,35 @@ def pretrained_sections(records: Records) -> list[str]:
         "Commands: `incvec sweep clip-cifar100`, `incvec sweep clip-aircraft`. FM follows the paper's formula; the",
         "paper's own numbers agree with `fm_spu` instead, except RAPF's: several are below what the formula can give.",
     ]
-    clip = [table for table in pretrained_tables() if table.clip]
-    lite = [table for table in pretrained_tables() if not table.clip]
+    clip = [table for table in paper.pretrained_tables() if table.clip]
+    lite = [table for table in paper.pretrained_tables() if not table.clip]
     with_clip = [r for r in records if any(table.contains(r) for table in clip)]
     with_lite = [r for r in records if any(table.contains(r) for table in lite)]
     for table in clip:
-        lines += titled(f"### CLIP ViT-B/16: {table.title}", clip_table(table, records))
-        lines += titled("IVT adds, in points:", pretrained_gain_table(table, records))
+        lines += titled(f"### CLIP ViT-B/16: {table.title}", comparisons.clip_table(table, records))
+        lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
     lines += provenance(with_clip)
     lines += [
         "",
-        f"## Pre-trained: {LITE_MODEL}",
+        f"## Pre-trained: {paper.LITE_MODEL}",
         "",
         "These numbers are not CLIP's, and not comparable with the paper's. Commands:",
         "`incvec sweep lite-cifar100`, `incvec sweep lite-aircraft`; the learning rate is chosen once, by",
         "`incvec sweep lite-rate`: FLYP without IVT, on training images held out of CIFAR-100's first two tasks.",
     ]
     for table in lite:
-        lines += titled(f"### Not CLIP: {table.title}", lite_table(table, records))
-        lines += titled("IVT adds, in points:", pretrained_gain_table(table, records))
-    lines += titled("### The learning rate, on held-out training images", learning_rate_table(records))
-    lines += provenance([*with_lite, *learning_rate_records(records)])
+        lines += titled(f"### Not CLIP: {table.title}", comparisons.lite_table(table, records))
+        lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
+    lines += titled("### The learning rate, on held-out training images", comparisons.learning_rate_table(records))
+    lines += provenance([*with_lite, *paper.learning_rate_records(records)])
     rest = [r for r in records if not r["config"].get("held_out") and r not in with_clip and r not in with_lite]
     return lines + titled("### Other runs of pre-trained models", other_pretrained_table(rest))
 
 
 def render(records: Records) -> str:
     """The whole page."""
-    pretrained = [record for record in records if is_pretrained(record)]
-    scratch = [record for record in records if not is_pretrained(record)]
+    pretrained = [record for record in records if paper.is_pretrained(record)]
+    scratch = [record for record in records if not paper.is_pretrained(record)]
     lines = [
         "# Reproduced",
         "",
@@ -264,19 +224,19 @@ def render(records: Records) -> str:
         "percent; `diff` is ours minus the paper's; FM is better when lower. Several seeds: mean ± standard deviation",
         "(number of seeds); gains are paired by seed, ± standard error.",
     ]
-    for dataset, content in paper_tables("scratch").items():
+    for dataset, content in paper.paper_tables("scratch").items():
         lines += ["", f"## {content['title']}"]
         if "compare_with" in content:
             lines += titled(content["description"], other_data_table(dataset, content, scratch))
         else:
-            lines += ["", main_table(dataset, scratch).markdown(align=False)]
-            lines += titled("### What IVT adds", gain_table(dataset, scratch))
-            if pairs := pairs_with_different_bases(dataset, scratch):
+            lines += ["", comparisons.main_table(dataset, scratch).markdown(align=False)]
+            lines += titled("### What IVT adds", comparisons.gain_table(dataset, scratch))
+            if pairs := paper.pairs_with_different_bases(dataset, scratch):
                 lines += ["", f"Pairs with the same seed but different base tasks: {'; '.join(pairs)}."]
-        for name in ablation_names(dataset):
-            ablation = paper_tables("ablations")[name]
+        for name in paper.ablation_names(dataset):
+            ablation = paper.paper_tables("ablations")[name]
             heading = f"### {ablation['title']}\n\nCommand: `incvec sweep {ablation['sweep']}`."
-            lines += titled(heading, ablation_table(name, scratch))
+            lines += titled(heading, comparisons.ablation_table(name, scratch))
         lines += titled("### The oracle and joint training", bounds_table(dataset, scratch))
         if open_settings := open_settings_table(dataset, scratch):
             lines += titled("### What the paper leaves open", open_settings)

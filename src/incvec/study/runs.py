@@ -118,7 +118,12 @@ def run_command(config: Mapping[str, Any], out: str | Path | None = None, **chan
     words += ["--dataset", config["dataset"], "--tasks", str(config["tasks"]), "--seed", str(config["seed"])]
     words += ["--data-root", "DATA"] if config["dataset"] != "digits" else []  # the digits are embedded
     words += ["--oracle"] if config["oracle"] else []
-    for key, value in changed_settings(config).items():
+    changed = changed_settings(config)
+    for section, _, key in [name.rpartition(".") for name in changed]:
+        base = (config.get(section) or {}).get(f"base_{key}")
+        if base is not None:  # without it, the base task would follow the changed setting
+            changed.setdefault(f"{section}.base_{key}", base)
+    for key, value in changed.items():
         words += ["--variant", value] if key == "variant" else ["--set", f"{key}={yaml_value(value)}"]
     words += ["--out", str(out)] if out is not None else []
     return shlex.join(words)
@@ -223,7 +228,7 @@ def _changed(record: Record, path: str | None) -> str | None:
 
 
 def runs_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True) -> Table:
-    """Changed settings stand in numbered notes below the table, or beside the runs' names."""
+    """Changed settings are listed in numbered notes below the table, or after the runs' names."""
     notes: dict[str, int] = {}
     made = []
     for row in rows:

@@ -18,7 +18,8 @@ from incvec.records import title
 from incvec.study import style
 from incvec.study.charts import Line, Lines
 from incvec.study.figures import find_figures, read_figure, redraw
-from incvec.study.tables import Column, Table, make_row, number, safe_name
+from incvec.study.figures.tables import path_table
+from incvec.study.tables import Table, safe_name
 
 KINDS = {
     "path": "Linear path",
@@ -35,7 +36,7 @@ class StudyFigure:
 
     file: Path
     data: Mapping[str, Any] = field(repr=False)
-    number: int = 0  # to tell figures apart whose folder and file have the same names
+    number: int = 0  # distinguishes figures whose folder and file have the same names
 
     @property
     def slug(self) -> str:
@@ -61,23 +62,9 @@ class StudyFigure:
         if self.data["kind"] != "path":
             return None
         try:
-            rows = []
-            for curve in self.data["curves"]:
-                old, new = curve["accuracy"]["old"], curve["accuracy"]["new"]
-                barrier = curve["barrier"]["accuracy"]["old"]
-                values = [curve["length"], old[0], min(old), old[-1], barrier, new[-1]]
-                rows.append(make_row(style.label(title(curve)), *(number(float(value)) for value in values)))
-            tasks = self.data["task_from"] + 1, self.data["task_to"] + 1
+            return path_table(self.data, self.title, f"{self.slug}-table")
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise DataError(f"{self.file} is damaged ({error!r}): make it again with `incvec study path`.") from None
-        columns: list[str | Column] = ["run", Column("length")]
-        columns += [Column(label, "accuracy on the old tasks, %") for label in ("start", "lowest", "end", "barrier")]
-        note = (
-            f"Straight lines from the model after task {tasks[0]} to the model after task {tasks[1]}. Old tasks: those "
-            "learned at the start of the line. Barrier: the largest drop of accuracy below the straight line between "
-            f"its ends. BatchNorm statistics {self.data.get('batchnorm', 'interpolate')}d."
-        )
-        return Table([*columns, Column("new tasks, end")], rows, self.title, note, f"{self.slug}-table")
 
     def path_chart(self) -> Lines | None:
         """Accuracy on the old tasks along the paths."""

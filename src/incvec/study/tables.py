@@ -2,7 +2,7 @@
 
     Table(["run", Column("AA"), Column("LA")], [["podnet", number(64.0), number(54.5)]], title="CIFAR-100").markdown()
 
-A column given as a string contains text; `Column` contains numbers unless told otherwise.
+A string is a column of text; a `Column` is one of numbers by default.
 """
 
 from __future__ import annotations

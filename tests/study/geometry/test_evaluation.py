@@ -178,11 +178,11 @@ def test_graph_of_a_plane(method: str, few: Dataset, tmp_path: Path) -> None:
     states = [first, last, {name: tensor * 1.01 for name, tensor in first.items()}]
     weights = [(1.25, -0.5, 0.25), (1.0, 0.0, 0.0), (-0.25, 1.25, 0.0)]
     expected = StateEvaluator(end, backend="loop").evaluate(states, weights)
-    done: list[int] = []
+    done: list[tuple[int, int]] = []
     evaluator = StateEvaluator(end, backend="graph")
-    assert evaluator.evaluate(states, weights, done.append) == expected
+    assert evaluator.evaluate(states, weights, lambda *counts: done.append(counts)) == expected
     assert evaluator.used == "graph"
-    assert done == [1, 2, 3]
+    assert done == [(1, 3), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize(("method", "addons"), [("pass", ()), ("finetune", ("magmax",)), ("ssre", ()), ("icarl", ())])

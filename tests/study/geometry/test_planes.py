@@ -12,9 +12,9 @@ from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.errors import ConfigError, DataError
 from incvec.study.figures.plane import describe_starts
+from incvec.study.figures.tables import plane_table
 from incvec.study.geometry import EvaluationOptions, Plane, load_snapshot, plane
 from incvec.study.geometry.planes import run_plane
-from incvec.study.geometry.tables import plane_table
 from tests.conftest import make_run, quick
 from tests.study.geometry.conftest import FinishedRuns
 from tests.study.geometry.test_paths import parameter_distance

@@ -1,4 +1,4 @@
-"""The study's sweeps: what they stand for."""
+"""The packaged sweeps of the study: the runs they contain."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.conftest import make_run, quick, weights
         ("batchnorm", "ivt", "batchnorm", ["keep", "interpolate", "recalibrate", "map", "layer"]),
     ],
 )
-def test_ablations(name: str, section: str, key: str, values: list[object]) -> None:
+def test_ablation_sweeps(name: str, section: str, key: str, values: list[object]) -> None:
     configs = [config for _, config in plan(name, [])]
-    found = [config.sections[section][key] for config in configs if section in config.sections]
-    assert sorted(set(found), key=str) == sorted(values, key=str)
+    settings = [config.sections[section][key] for config in configs if section in config.sections]
+    assert sorted(set(settings), key=str) == sorted(values, key=str)
     assert {config.dataset for config in configs} == {"cifar100"}
 
 
-def test_eopc_stands_beside() -> None:
+def test_eopc_is_part_of_the_comparisons() -> None:
     assert {config.addons for _, config in plan("memory", [])} == {(), ("eopc",), ("ivt",)}
     assert {config.addons for _, config in plan("training-time", [])} == {(), ("eopc",), ("ivt",)}
 
 
-def test_comparisons() -> None:
+def test_comparison_sweep() -> None:
     configs = [config for _, config in plan("cifar100-comparisons", [])]
     pairs = {(config.method, *config.addons) for config in configs}
     assert pairs == {
@@ -47,7 +47,7 @@ def test_comparisons() -> None:
     assert {config.tasks for config in configs} == {5, 10, 25}
 
 
-def test_podnet_has_its_oracle_joint_training_and_more_seeds() -> None:
+def test_podnet_sweep_has_oracle_joint_training_and_seeds() -> None:
     configs = [config for _, config in plan("cifar100-podnet", [])]
     assert [c.tasks for c in configs if c.oracle] == [5]
     assert [c.method for c in configs if c.method != "podnet"] == ["joint"]
@@ -56,7 +56,7 @@ def test_podnet_has_its_oracle_joint_training_and_more_seeds() -> None:
     assert pairs == [(addons, *stream) for addons in (0, 1) for stream in streams]
 
 
-def test_switches_change_one_setting_each() -> None:
+def test_switch_sweep_changes_one_setting_per_run() -> None:
     configs = [config for _, config in plan("cifar100-switches", [])]
     assert [changed_settings(config.resolved()) for config in configs] == [
         {"ivt.first_fisher": "sample"}, {"ivt.batchnorm": "recalibrate"}, {"ivt.batchnorm": "interpolate"},
@@ -66,12 +66,12 @@ def test_switches_change_one_setting_each() -> None:
     assert {(c.method, c.addons, c.tasks, c.seed, c.oracle) for c in configs} == {("podnet", ("ivt",), 5, 0, False)}
 
 
-def test_every_switch_does_something_and_all_share_the_base(few: Dataset, tmp_path: Path) -> None:
-    """The sweep's own settings on a handful of digits: one base, and no two ends alike."""
+def test_every_switch_changes_the_result_and_shares_the_base(few: Dataset, tmp_path: Path) -> None:
+    """The settings of the sweep on a few digits: one base, and no two final models are equal."""
     ends = []
     for number, config in enumerate([None, *(config for _, config in plan("cifar100-switches", []))]):
-        own = {"interval": 10} if config is None else config.sections["ivt"]
-        given = quick("podnet", "ivt", tasks=1, podnet={"epochs": 20, "balance_epochs": 10}, ivt=own)
+        settings = {"interval": 10} if config is None else config.sections["ivt"]
+        given = quick("podnet", "ivt", tasks=1, podnet={"epochs": 20, "balance_epochs": 10}, ivt=settings)
         folder = tmp_path / str(number)
         finish(make_run(few, folder, given, tmp_path / "bases"))
         after = weights(folder / "snapshots" / "task-01.safetensors")

@@ -1,4 +1,4 @@
-"""The chunks of a store made from image files: decoded, brought to their side and written, on all cores."""
+"""Decoding and writing the chunks of a store, in several processes."""
 
 from __future__ import annotations
 
@@ -6,120 +6,124 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from incvec.data.decode import fitted, read_pixels
-from incvec.data.store.disk import unwritten
+from incvec.data.image_files import load_square, quiet_pillow
 from incvec.data.store.open import checksum
-from incvec.data.store.plan import Chunk, Done, Plan
+from incvec.data.store.plan import Chunk
 from incvec.errors import DataError
 
-PIECE_BYTES = 1 << 20  # decoded, summed and written at a time: it stays in a core's cache
+PIECE_BYTES = 1 << 20  # decoded and written at a time: stays in the cache of a core
+
+
+class ChunkResult(NamedTuple):
+    key: str
+    checksum: str
+    unreadable: list[tuple[int, str]]  # row in the chunk, and the error
 
 
 def cores() -> int:
-    """The cores this process may use; the machine may have more."""
+    """The number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def made(plan: Plan, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, Done]]:
-    """Its files are looked at when a chunk is handed out: before they are decoded, and while others are."""
-    root, jobs = str(plan.root), dict[Future[Done], Chunk]()
+def write_error(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"could not write {path}: {error.strerror or error}. What is packed so far is kept; make sure that the disk "
+        "works and has space, then run the same command again."
+    )
+
+
+def write_chunks(root: Path, chunks: Sequence[Chunk], workers: int) -> Iterator[tuple[Chunk, ChunkResult]]:
+    """Write the chunks in any order; yields each when it is written."""
     if workers <= 1:
-        for chunk in chunks:
-            plan.chunk_key(chunk)
-            yield chunk, make_chunk(root, chunk)
+        yield from ((chunk, write_chunk(root, chunk)) for chunk in chunks)
         return
-    context = _Workers()
-    context.set_forkserver_preload([__name__, "torchvision.io"])
-    with ProcessPoolExecutor(workers, context, initializer=_watch_parent) as pool:
+    context = _Context()
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, context, initializer=_initialize_worker) as pool:
         try:
-            for chunk in chunks:
-                plan.chunk_key(chunk)
-                jobs[pool.submit(make_chunk, root, chunk)] = chunk
+            jobs = {pool.submit(write_chunk, root, chunk): chunk for chunk in chunks}
             for job in as_completed(jobs):
                 yield jobs[job], job.result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a packing process died, perhaps for want of memory; run the same command again, with fewer --workers. "
-                "(A script of your own has to call pack() below `if __name__ == '__main__':`, or no process can start.)"
+                "a packing process died, possibly because memory ran out; run the same command again, with fewer "
+                "--workers. (A script has to call pack() below `if __name__ == '__main__':`, or no process can start.)"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def make_chunk(root: str, chunk: Chunk) -> Done:
-    """Decode a chunk's files and write its rows; a row without a readable image is zeros.
-
-    Where a checksum is wanted, nothing is written before all of it is made and has that checksum.
-    """
-    path, bad, total, place = Path(root, chunk.shard), list[tuple[int, str]](), checksum(b""), chunk.offset
-    pieces: Iterable[bytes | memoryview] = decoded(chunk, bad)
-    if chunk.wanted is not None:
-        pieces = [b"".join(map(bytes, pieces))]
-        if (other := checksum(pieces[0])) != chunk.wanted:
-            return Done(chunk.number, other, bad)
+def write_chunk(root: Path, chunk: Chunk) -> ChunkResult:
+    """Decode the files of a chunk and write its rows; the row of an unreadable image is zeros."""
+    key = chunk.key()  # before decoding: a file that is replaced meanwhile is packed again
+    path, offset, total, unreadable = root / chunk.shard, chunk.offset, checksum(b""), list[tuple[int, str]]()
     try:
-        handle = os.open(path, os.O_WRONLY | (0 if chunk.wanted is None else os.O_CREAT), 0o666)
+        handle = os.open(path, os.O_WRONLY)
         try:
-            for piece in pieces:
-                total, left = checksum(piece, total), memoryview(piece)
-                while left:
-                    written = os.pwrite(handle, left, place)
-                    place, left = place + written, left[written:]
+            for piece in _decode(chunk, unreadable):
+                total = checksum(piece, total)
+                while piece:
+                    written = os.pwrite(handle, piece, offset)
+                    offset, piece = offset + written, piece[written:]
         finally:
             os.close(handle)
     except OSError as error:
-        raise DataError(unwritten(path, error)) from error
-    return Done(chunk.number, total, bad)
+        raise write_error(path, error) from error
+    return ChunkResult(key, total, unreadable)
 
 
-def decoded(chunk: Chunk, bad: list[tuple[int, str]]) -> Iterator[memoryview]:
-    """Its rows, some at a time in the same place; tells `bad` of those without a readable image."""
-    rows = np.empty((max(1, PIECE_BYTES // (3 * chunk.side**2)), 3, chunk.side, chunk.side), np.uint8)
-    for first in range(0, len(chunk.files), len(rows)):
-        files = chunk.files[first : first + len(rows)]
-        for i, file in enumerate(files):
-            try:
-                rows[i] = fitted(read_pixels(file), chunk.side)
-            except (DataError, MemoryError, RuntimeError) as error:
-                rows[i] = 0
-                told = isinstance(error, DataError)
-                bad.append((first + i, str(error) if told else f"{file} cannot be brought to its side: {error}"))
-        yield rows[: len(files)].data.cast("B")
+def _decode(chunk: Chunk, unreadable: list[tuple[int, str]]) -> Iterator[memoryview]:
+    """The rows of a chunk in pieces, which share one buffer; unreadable images are added to the list."""
+    files, rows = (
+        chunk.files(),
+        np.empty((max(1, PIECE_BYTES // (3 * chunk.side**2)), 3, chunk.side, chunk.side), np.uint8),
+    )
+    for first in range(0, len(files), len(rows)):
+        piece = files[first : first + len(rows)]
+        with quiet_pillow():
+            for i, file in enumerate(piece):
+                try:
+                    rows[i] = load_square(file, chunk.side)
+                except DataError as error:
+                    rows[i] = 0
+                    unreadable.append((first + i, str(error)))
+        yield rows[: len(piece)].data.cast("B")
 
 
-def _watch_parent() -> None:
-    """A worker ends with the process that started it, however that ended; to be asked to is for that one."""
+def _initialize_worker() -> None:
+    """Leave Ctrl-C and SIGTERM to the parent, and exit when the parent is gone, however it ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    torch.set_num_threads(1)  # the other cores have their own
+    torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     if parent is not None:
 
-        def watch(sentinel: int) -> None:
+        def exit_after(sentinel: int) -> None:
             wait([sentinel])
             os._exit(1)
 
-        threading.Thread(target=watch, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=exit_after, args=(parent.sentinel,), daemon=True).start()
 
 
-class _Worker(ForkServerProcess):
-    """Ended for good where the pool ends it, after one of them died: it does not heed SIGTERM."""
+class _Process(ForkServerProcess):
+    """Killed when the pool terminates it, since it ignores SIGTERM."""
 
     def terminate(self) -> None:
         self.kill()
 
 
-class _Workers(ForkServerContext):
-    """Not forked from here: a process with threads (a progress bar is one) must not be."""
+class _Context(ForkServerContext):
+    """A fork server: a process with threads, such as a progress bar, must not be forked."""
 
-    Process = _Worker
+    Process = _Process

@@ -1,11 +1,11 @@
-"""A packed store: the images of a data set decoded once, as uint8 files that are mapped, never read whole.
+"""A packed store: the images of a data set, decoded once into uint8 files that are memory-mapped.
 
-    STORE/store.json            what it is: classes, side, shards, a checksum of every chunk, a hash of this file itself
-    STORE/train-00000.bin ...   rows of channels x side x side bytes, one after the other; likewise test-...
-    STORE/train-labels.bin      int32 a row, -1 where an unreadable image was left out (its row is zeros)
-    STORE/train-files.txt       the file each row was made from
+    STORE/store.json            classes, side, shards, a checksum per chunk of rows, and a hash of this file
+    STORE/train-00000.bin ...   rows of 3 x side x side bytes; likewise test-...
+    STORE/train-labels.bin      one int32 per row, -1 for an unreadable image that was left out (its row is zeros)
+    STORE/train-files.txt       the file of each row
 
-`open_store` looks at sizes and reads labels; `check` reads and verifies everything.
+`open_store` checks sizes and reads labels; `verify_store` reads and verifies every byte.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,195 +24,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from incvec.data.store.mapped import PackedImages, Placement, readers
+from incvec.data.image_files import Progress
+from incvec.data.store.mapped import PackedImages, Placement, reader_threads
 from incvec.errors import DataError
 
-FORMAT = 2
+FORMAT = 3  # 2: resized by torchvision's bilinear filter
 STORE = "store.json"
 JOURNAL = "journal.jsonl"
-UNREADABLE = "unreadable.txt"  # what a broken-off packing could not read
+UNREADABLE = "unreadable.txt"  # images that could not be read; a complete store was packed without them
 PARTS = ("train", "test")
 LEFT_OUT = -1
-LIST = "left-out.txt"  # of what was left out of a finished store
-Progress = Callable[[int, int], None]  # images done, of how many
+SHOWN = 10  # damaged places in one message
+PACK_AGAIN = "Remove the store and pack the images again with `incvec data pack`."
 
 
-def digest(content: bytes | memoryview) -> str:
+def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def checksum(content: bytes | memoryview, before: str = "0") -> str:
-    """CRC-32 of pixels, going on from that of what stands `before`: it guards against damage, at no cost to packing."""
-    return f"{zlib.crc32(content, int(before, 16)):08x}"
+def checksum(content: bytes | memoryview, previous: str = "0") -> str:
+    """CRC-32 of pixels, continued from the checksum of the bytes before them."""
+    return f"{zlib.crc32(content, int(previous, 16)):08x}"
 
 
-def sealed(account: Mapping[str, Any]) -> str:
-    """The account as JSON, with a hash of itself."""
-    return json.dumps({**account, "hash": digest(json.dumps(account, sort_keys=True).encode())}, indent=1)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One half of a store, as its files say."""
-
-    shards: tuple[tuple[str, int], ...]  # file name and rows
-    chunk: int  # rows a checksum stands for; chunks do not cross shards
-    sums: tuple[str, ...]
-    labels_hash: str
-    files_hash: str
-
-    @property
-    def rows(self) -> int:
-        return sum(rows for _, rows in self.shards)
-
-    def chunks(self) -> list[tuple[str, int, int]]:
-        """File, first row in it and number of rows of every chunk, in the order of the sums."""
-        return [
-            (name, first, min(self.chunk, rows - first))
-            for name, rows in self.shards
-            for first in range(0, rows, self.chunk)
-        ]
-
-
-@dataclass(frozen=True)
-class Store:
-    """An opened store; no image has been read."""
-
-    root: Path
-    side: int
-    classes: tuple[str, ...]
-    about: Mapping[str, Any]  # layout, rule, class list, how many were left out, with what it was made
-    parts: Mapping[str, Part]
-    fingerprint: str
-
-    @property
-    def row(self) -> tuple[int, int, int]:
-        return 3, self.side, self.side
-
-    def labels(self, part: str) -> NDArray[np.int32]:
-        """The label of every row, `LEFT_OUT` included."""
-        path = self.root / f"{part}-labels.bin"
-        content = _read(path)
-        if len(content) != 4 * self.parts[part].rows or digest(content) != self.parts[part].labels_hash:
-            raise DataError(f"{path} is damaged: it does not match its hash in {STORE}. {REPAIR}")
-        return np.frombuffer(content, dtype="<i4")
-
-    def images(self, part: str, placement: Placement | None = None) -> tuple[PackedImages, Tensor]:
-        """The images that were not left out, and their labels."""
-        labels = self.labels(part)
-        slots = np.flatnonzero(labels != LEFT_OUT).astype(np.int64)
-        shards = [(self.root / name, rows) for name, rows in self.parts[part].shards]
-        return PackedImages(shards, slots, self.row, placement), torch.from_numpy(labels[slots].astype(np.int64))
-
-
-REMEDY = "Pack it again: remove the store and run `incvec data pack`."
-REPAIR = (
-    "To mend it, run the `incvec data pack` that made it again with --repair: what is damaged alone is packed anew."
-)
-
-
-def is_store(path: str | Path) -> bool:
-    """Whether it is one, or was to be one, in whatever state."""
-    return (Path(path) / STORE).is_file() or (Path(path) / JOURNAL).is_file() or _lost_account(Path(path))
-
-
-def _lost_account(path: Path) -> bool:
-    """By what else a finished store has; one shard may be anybody's."""
-    return (path / "train-00000.bin").is_file() and (path / "train-files.txt").is_file()
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{path} is missing. {REPAIR}") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def open_store(root: str | Path) -> Store:
-    """Open a store: its account, the sizes of its files; the images stay where they are."""
-    store = read_account(root)
-    size = int(np.prod(store.row))
-    for part in store.parts.values():
-        for name, rows in part.shards:
-            file = store.root / name
-            have = file.stat().st_size if file.is_file() else None
-            if have is None:
-                raise DataError(f"{file} is missing. {REPAIR}")
-            if have != rows * size:
-                state = "cut short" if have < rows * size else "too long"
-                raise DataError(f"{file} is {state}: {have} bytes, expected {rows * size}. {REPAIR}")
-    return store
-
-
-def read_account(root: str | Path) -> Store:
-    """What a store says of itself, whatever state its other files are in."""
-    path = Path(root).expanduser()
-    if not (path / STORE).is_file():
-        if (path / JOURNAL).is_file() and (path / UNREADABLE).is_file():
-            raise DataError(
-                f"{path} is a store whose packing was broken off, for images that cannot be read: they are listed in "
-                f"{path / UNREADABLE}. Replace or remove them and run the same `incvec data pack` again, or leave them "
-                "out with --unreadable leave-out."
-            )
-        if (path / JOURNAL).is_file():
-            raise DataError(f"{path} is a store whose packing was broken off: run the same `incvec data pack` to go on")
-        if _lost_account(path):
-            raise DataError(
-                f"{path} is a packed store that has lost its {STORE}, without which it cannot be verified. {REMEDY}"
-            )
-        if not path.exists():
-            raise DataError(f"{path} does not exist: expected a packed store, made by `incvec data pack SRC DST`")
-        raise DataError(f"{path} is not a packed store: it has no {STORE}. `incvec data pack` makes one.")
-    try:
-        account = json.loads(_read(path / STORE))
-        if not isinstance(account, dict):
-            raise ValueError(f"it holds a {type(account).__name__}, expected a mapping")
-        given = account.pop("hash", None)
-        if given != digest(json.dumps(account, sort_keys=True).encode()):
-            raise ValueError("it does not match its own hash")
-        if account["format"] != FORMAT:
-            raise DataError(f"{path / STORE} has format {account['format']!r}; this version reads {FORMAT}")
-        parts = {
-            name: Part(
-                tuple((str(file), int(rows)) for file, rows in part["shards"]),
-                int(part["chunk"]),
-                tuple(part["sums"]),
-                part["labels_hash"],
-                part["files_hash"],
-            )
-            for name, part in account["parts"].items()
-        }
-        return Store(
-            path, int(account["side"]), tuple(account["classes"]), account["about"], parts, account["fingerprint"]
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path / STORE} is damaged: {error}. {REMEDY}") from None
-
-
-def verify_chunks(
-    root: Path, part: Part, row_bytes: int, looked_at: Callable[[int], None] = lambda rows: None
-) -> list[str]:
-    """A line for each chunk whose bytes are not those that were written."""
-
-    def bad(chunk: tuple[tuple[str, int, int], str]) -> str | None:
-        (name, first, rows), expected = chunk
-        if chunk_sum(root / name, first * row_bytes, rows * row_bytes) == expected:
-            return None
-        return f"{root / name}, rows {first} to {first + rows - 1}"
-
-    lines = []
-    found = readers().map(bad, zip(part.chunks(), part.sums, strict=True))
-    for (_, _, rows), line in zip(part.chunks(), found, strict=True):
-        looked_at(rows)
-        if line is not None:
-            lines.append(line)
-    return lines
-
-
-def chunk_sum(file: Path, offset: int, size: int) -> str | None:
-    """Checksum of a stretch of a file; None where the file is shorter."""
+def file_checksum(file: Path, offset: int, size: int) -> str | None:
+    """Checksum of a range of a file; None if the file is shorter."""
     total = checksum(b"")
     try:
         with open(file, "rb") as handle:
@@ -227,49 +64,211 @@ def chunk_sum(file: Path, offset: int, size: int) -> str | None:
     return total
 
 
-def amount(size: float) -> str:
-    """Bytes as people tell them."""
-    for unit, one in (("GB", 1e9), ("MB", 1e6)):
-        if size >= one:
-            return f"{size / one:.1f} {unit}"
+@dataclass(frozen=True)
+class StorePart:
+    """The training or the test images of a store."""
+
+    shards: tuple[tuple[str, int], ...]  # file name and rows
+    chunk_rows: int  # rows per checksum; chunks do not cross shards
+    checksums: tuple[str, ...]
+    labels_hash: str
+    files_hash: str
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.shards)
+
+    def chunks(self) -> list[tuple[str, int, int, int]]:
+        """Shard, first row in it, first row in the part, and number of rows, in the order of the checksums."""
+        starts = np.cumsum([0, *(rows for _, rows in self.shards)]).tolist()
+        return [
+            (name, first, start + first, min(self.chunk_rows, rows - first))
+            for (name, rows), start in zip(self.shards, starts, strict=False)
+            for first in range(0, rows, self.chunk_rows)
+        ]
+
+
+@dataclass(frozen=True)
+class Store:
+    """An open store; no image has been read."""
+
+    root: Path
+    side: int
+    classes: tuple[str, ...]
+    about: Mapping[str, Any]  # layout, split, class list, images left out, versions
+    parts: Mapping[str, StorePart]
+    fingerprint: str
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 3, self.side, self.side
+
+    @property
+    def row_bytes(self) -> int:
+        return 3 * self.side**2
+
+    def labels(self, part: str) -> NDArray[np.int32]:
+        """The label of every row, `LEFT_OUT` included."""
+        path = self.root / f"{part}-labels.bin"
+        content = _read(path)
+        if len(content) != 4 * self.parts[part].rows or sha256(content) != self.parts[part].labels_hash:
+            raise DataError(f"{path} is damaged: it has the labels of all {part} images. {PACK_AGAIN}")
+        return np.frombuffer(content, dtype="<i4")
+
+    def images(self, part: str, placement: Placement | None = None) -> tuple[PackedImages, Tensor]:
+        """The images that were not left out, and their labels."""
+        labels = self.labels(part)
+        rows = np.flatnonzero(labels != LEFT_OUT).astype(np.int64)
+        shards = [(self.root / name, rows) for name, rows in self.parts[part].shards]
+        return PackedImages(shards, rows, self.shape, placement), torch.from_numpy(labels[rows].astype(np.int64))
+
+    def describe_rows(self, part: str, first: int, count: int) -> str:
+        """The images of a damaged range of rows, for error messages."""
+        text = f"{part} images {first} to {first + count - 1}"
+        with suppress(DataError):
+            labels = self.labels(part)[first : first + count]
+            names = [self.classes[label] for label in sorted(set(labels.tolist()) - {LEFT_OUT})]
+            if names:
+                text += f" (class {names[0]!r})" if len(names) == 1 else f" (classes {names[0]!r} to {names[-1]!r})"
+        return text
+
+
+def is_store(path: str | Path) -> bool:
+    """Whether the folder is a store: complete, interrupted or damaged."""
+    return (Path(path) / STORE).is_file() or (Path(path) / JOURNAL).is_file() or _lacks_metadata(Path(path))
+
+
+def _lacks_metadata(path: Path) -> bool:
+    """Whether the folder has the other files of a complete store."""
+    return (path / "train-00000.bin").is_file() and (path / "train-files.txt").is_file()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing. {PACK_AGAIN}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def open_store(root: str | Path) -> Store:
+    """Open a store: reads its metadata and checks the sizes of its files."""
+    store = _read_metadata(Path(root).expanduser())
+    for name, part in store.parts.items():
+        first = 0
+        for shard, rows in part.shards:
+            file, expected = store.root / shard, rows * store.row_bytes
+            size = file.stat().st_size if file.is_file() else None
+            if size != expected:
+                intact = 0 if size is None or size > expected else size // store.row_bytes
+                state = "missing" if size is None else f"{size} bytes long, expected {expected}"
+                lost = store.describe_rows(name, first + intact, rows - intact)
+                raise DataError(f"{file} is {state}. Damaged: {lost}. {PACK_AGAIN}")
+            first += rows
+    return store
+
+
+def _read_metadata(path: Path) -> Store:
+    if not (path / STORE).is_file():
+        raise DataError(_missing_metadata(path))
+    try:
+        metadata = json.loads(_read(path / STORE))
+        if not isinstance(metadata, dict):
+            raise ValueError(f"it contains a {type(metadata).__name__}, expected a mapping")
+        if metadata.pop("hash", None) != sha256(json.dumps(metadata, sort_keys=True).encode()):
+            raise ValueError("it does not match its hash")
+        if metadata["format"] != FORMAT:
+            age = "an earlier" if metadata["format"] < FORMAT else "a later"
+            raise DataError(
+                f"{path} was packed by {age} version of incvec (format {metadata['format']}, this version reads "
+                f"{FORMAT}). {PACK_AGAIN}"
+            )
+        parts = {
+            name: StorePart(
+                shards=tuple((str(file), int(rows)) for file, rows in part.pop("shards")),
+                checksums=tuple(part.pop("checksums")),
+                **part,
+            )
+            for name, part in metadata["parts"].items()
+        }
+        if any(len(part.checksums) != len(part.chunks()) for part in parts.values()):
+            raise ValueError("it does not have one checksum per chunk")
+        classes = tuple(metadata["classes"])
+        return Store(path, int(metadata["side"]), classes, metadata["about"], parts, metadata["fingerprint"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path / STORE} is damaged: {error}. {PACK_AGAIN}") from None
+
+
+def _missing_metadata(path: Path) -> str:
+    if (path / JOURNAL).is_file() and (path / UNREADABLE).is_file():
+        return (
+            f"{path} is an incomplete store: packing stopped at images that cannot be read, which are listed in "
+            f"{path / UNREADABLE}. Replace or remove them and run the same `incvec data pack` again, or leave them out "
+            "with --unreadable leave-out."
+        )
+    if (path / JOURNAL).is_file():
+        return f"{path} is an incomplete store: packing was interrupted. Run the same `incvec data pack` to resume."
+    if _lacks_metadata(path):
+        return f"{path} is a packed store without {STORE}, so it cannot be verified. {PACK_AGAIN}"
+    if not path.exists():
+        return f"{path} does not exist: expected a packed store, made by `incvec data pack SRC DST`"
+    return f"{path} is not a packed store: it has no {STORE}. `incvec data pack` makes one."
+
+
+def metadata_file(store: Store) -> bytes:
+    """The content of store.json."""
+    metadata = {"format": FORMAT, **asdict(store)}
+    del metadata["root"]
+    metadata = json.loads(json.dumps(metadata))
+    return json.dumps({**metadata, "hash": sha256(json.dumps(metadata, sort_keys=True).encode())}, indent=1).encode()
+
+
+def format_bytes(size: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
     return f"{size / 1e3:.1f} kB"
 
 
-def check(root: str | Path, progress: Progress | None = None) -> list[str]:
-    """Read and verify every byte of a store; a report in lines."""
+def verify_store(root: str | Path, progress: Progress | None = None) -> list[str]:
+    """Read and verify every byte of a store. Returns the lines of a report, or raises an error that names the damaged
+    images."""
     store = open_store(root)
-    row = int(np.prod(store.row))
-    done, total = 0, sum(part.rows for part in store.parts.values())
 
-    def looked_at(rows: int) -> None:
-        nonlocal done
-        done += rows
-        if progress is not None:
-            progress(done, total)
+    def chunk_checksum(chunk: tuple[str, int, int, int]) -> str | None:
+        shard, first, _, rows = chunk
+        return file_checksum(store.root / shard, first * store.row_bytes, rows * store.row_bytes)
 
+    total = sum(part.rows for part in store.parts.values())
     lines = [
         f"a packed store of {len(store.classes)} classes in {store.root}, {store.side} x {store.side}, RGB",
-        f"split: {store.about['rule']}",
+        f"split: {store.about['split']}",
     ]
-    if store.about.get("class_list"):
+    if store.about["class_list"]:
         lines.append(f"classes: the list {store.about['class_list']!r}")
+    done, damaged = 0, []
     for name, part in store.parts.items():
         labels = store.labels(name)
-        if digest(_read(store.root / f"{name}-files.txt")) != part.files_hash:
-            raise DataError(f"{store.root / f'{name}-files.txt'} does not match its hash in {STORE}. {REPAIR}")
-        if len(part.sums) != len(part.chunks()):
-            raise DataError(f"{store.root / STORE} has {len(part.sums)} checksums for {len(part.chunks())} chunks")
-        broken = verify_chunks(store.root, part, row, looked_at)
-        if broken:
-            more = f" and {len(broken) - 3} more places" if len(broken) > 3 else ""
-            raise DataError(f"bytes were altered in {'; '.join(broken[:3])}{more}. {REPAIR}")
+        files = store.root / f"{name}-files.txt"
+        if sha256(_read(files)) != part.files_hash:
+            raise DataError(f"{files} is damaged: it lists the files of all {name} images. {PACK_AGAIN}")
+        actual = reader_threads().map(chunk_checksum, part.chunks())
+        for (shard, _, first, rows), found, expected in zip(part.chunks(), actual, part.checksums, strict=True):
+            if found != expected:
+                damaged.append(f"{store.root / shard}: {store.describe_rows(name, first, rows)}")
+            done += rows
+            if progress is not None:
+                progress(done, total)
         counts: list[int] = np.bincount(labels[labels != LEFT_OUT], minlength=len(store.classes)).tolist()
-        words = "training" if name == "train" else "test"
         lines.append(
-            f"{sum(counts)} {words} images, {min(counts)} to {max(counts)} a class, "
-            f"{amount(part.rows * row)} in {len(part.shards)} file(s)"
+            f"{sum(counts)} {'training' if name == 'train' else 'test'} images, {min(counts)} to {max(counts)} per "
+            f"class, {format_bytes(part.rows * store.row_bytes)} in {len(part.shards)} file(s)"
         )
-    lines.append(f"all {sum(len(part.sums) for part in store.parts.values())} checksums right")
-    if store.about.get("left_out"):
-        lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / LIST}")
+    if damaged:
+        more = f"\n  and {len(damaged) - SHOWN} more places" if len(damaged) > SHOWN else ""
+        raise DataError(f"{store.root} is damaged:\n  " + "\n  ".join(damaged[:SHOWN]) + f"{more}\n{PACK_AGAIN}")
+    lines.append(f"all {sum(len(part.checksums) for part in store.parts.values())} checksums are correct")
+    if store.about["left_out"]:
+        lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / UNREADABLE}")
     return lines

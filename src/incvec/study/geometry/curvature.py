@@ -15,6 +15,7 @@ known at t - 1; d and H are over the parameters that existed at t - 1.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def forgetting(
     n_old = after.parts.tasks[task].n_old
     evaluator = StateEvaluator(after, options.images, range(task), n_old, options.backend, options.batchnorm)
     xs = positions(options.points)
-    on_point = None if progress is None else (lambda done: progress(f"task {task + 1}", done, len(xs)))
+    on_point = progress and partial(progress, f"task {task + 1}")
     scores = evaluator.evaluate([start, end], [(1 - x, x) for x in xs], on_point)
     losses = [sum(row) for row in scores.loss]
     batch_size = after.config.sections[after.config.method].get("batch_size")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from incvec.data import ImageSource
-from incvec.data.source import chunk
+from incvec.data.source import inference_batch_size
 from incvec.engine.capture import capture_graph
 from incvec.errors import DataError
 from incvec.nets.batchnorm import recalibrate
@@ -152,9 +152,12 @@ class StateEvaluator:
 
     @torch.no_grad()
     def evaluate(
-        self, states: Sequence[State], weights: Sequence[Sequence[float]], progress: Callable[[int], None] | None = None
+        self,
+        states: Sequence[State],
+        weights: Sequence[Sequence[float]],
+        progress: Callable[[int, int], None] | None = None,
     ) -> Scores:
-        """Scores at sum_k w_k states[k] for every row w of `weights`; `progress` receives the number of points done."""
+        """Scores at sum_k w_k states[k] for every row w of `weights`; calls `progress(points done, points in all)`."""
         device = self.world.device
         corners = [{f"model.{name}": t.to(device) for name, t in state.items()} for state in states]
         correct = torch.zeros(len(weights), len(self.counts), dtype=torch.float64, device=device)
@@ -170,7 +173,7 @@ class StateEvaluator:
             if progress is not None:
                 if device.type == "cuda":
                     torch.cuda.current_stream().synchronize()  # report points that the device has finished
-                progress(done)
+                progress(done, len(weights))
         counts = torch.tensor(self.counts, dtype=torch.float64, device=device)
         return Scores((100 * correct / counts).tolist(), (loss / counts).tolist())
 
@@ -226,7 +229,7 @@ class StateEvaluator:
     def _batches(self) -> Iterator[EvaluationBatch]:
         """The test images in the batches of a run's own evaluation."""
         test = self.snapshot.parts.test
-        size = chunk(test)
+        size = inference_batch_size(test)
         for rows, tasks in zip(self.rows.split(size), self.task_one_hot.split(size), strict=True):
             with self.world.autocast():
                 batch = test.fetch(rows, None, ("test",))
@@ -243,7 +246,7 @@ class StateEvaluator:
         if not isinstance(train, ImageSource):
             raise DataError("BatchNorm cannot be recalibrated: the training set of this method has no images.")
         rows = evenly_spaced(train.rows_of(0, self.snapshot.task.n_seen), RECALIBRATION_IMAGES)
-        size = min(chunk(train), len(rows))
+        size = min(inference_batch_size(train), len(rows))
         count = len(rows) // size
         parts = [rows[k::count][:size] for k in range(count)]  # all classes in every batch
         generator = torch.Generator(rows.device).manual_seed(0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -151,8 +152,7 @@ def run_path(
     shared = [name for name in names if f"model.{name}" in first.saved["method"]]
     evaluator = StateEvaluator(end, options.images, backend=options.backend, batchnorm=options.batchnorm)
     xs = positions(options.points)
-    on_point = None if progress is None else (lambda done: progress(name, done, len(xs)))
-    scores = evaluator.evaluate([a, b], [(1 - x, x) for x in xs], on_point)
+    scores = evaluator.evaluate([a, b], [(1 - x, x) for x in xs], progress and partial(progress, name))
     length = distance(a, b, names)
     return {
         "start_run": start.name,
@@ -170,14 +170,14 @@ def curves_by_group(scores: Scores, sizes: Sequence[int], task_from: int) -> dic
     tasks = range(len(sizes))
     old = scores.pooled(sizes, tasks[: task_from + 1])
     new = scores.pooled(sizes, tasks[task_from + 1 :])
-    found: dict[str, Any] = {"barrier": {}}
+    curves: dict[str, Any] = {"barrier": {}}
     for place, metric in enumerate(("accuracy", "loss")):
         falls = metric == "accuracy"
         by_task = [list(column) for column in zip(*scores[place], strict=True)]
-        found[metric] = {"tasks": by_task, "old": old[place], "new": new[place]}
-        found["barrier"][metric] = {
+        curves[metric] = {"tasks": by_task, "old": old[place], "new": new[place]}
+        curves["barrier"][metric] = {
             "tasks": [barrier(curve, falls) for curve in by_task],
             "old": barrier(old[place], falls),
             "new": barrier(new[place], falls),
         }
-    return {**found, "fit": linear_fit(found["accuracy"]["old"], found["accuracy"]["new"])}
+    return {**curves, "fit": linear_fit(curves["accuracy"]["old"], curves["accuracy"]["new"])}

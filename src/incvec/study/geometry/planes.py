@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,7 @@ def run_plane(
     weights = [(*through.weights(a, b), *[0.0] * (len(states) - 3)) for b in rows for a in columns]
     ends = [tuple(float(k == i) for k in range(len(states))) for i in range(len(states))]
     evaluator = StateEvaluator(snapshot, options.images, backend=options.backend, batchnorm=options.batchnorm)
-    on_point = None if progress is None else (lambda done: progress("plane", done, len(ends) + len(weights)))
-    scores = evaluator.evaluate(states, [*ends, *weights], on_point)
+    scores = evaluator.evaluate(states, [*ends, *weights], progress and partial(progress, "plane"))
     accuracy, loss = scores.pooled(evaluator.sizes, range(len(evaluator.sizes)))
     marks = []
     for k, ((role, each), (a, b, off_plane)) in enumerate(zip(roles.items(), places, strict=True)):

@@ -1,36 +1,24 @@
-"""The benchmark programs still run: their small forms, in process."""
+"""The benchmarks of large data: their small versions run, and the documented costs follow from their results."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+from tests.benchmarks.conftest import FOLDER
 
 
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    monkeypatch.syspath_prepend(FOLDER)
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if (FOLDER / f"{name}.py").is_file():
-            del sys.modules[name]
-
-
-def test_scale_tells_every_row_and_ratio(program: Callable[[str], Any], tmp_path: Path) -> None:
+def test_scale_reports_every_row_and_ratio(program: Callable[[str], Any], tmp_path: Path) -> None:
     scale = program("scale")
     file = tmp_path / "scale.json"
     rows = scale.main(["--small", "--workers", "0", "--seconds", "0.05", "--json", str(file)])
-    told = {(row["side"], row["what"]) for row in rows}
+    cases = {(row["side"], row["what"]) for row in rows}
     ways = {"plain loop", "plain loop, its loader alone", "plain loop, its step alone", "pack"}
-    assert told == {(s, w) for s in (32, 16) for w in ways | {"ours, resident", "ours, streamed"}}
+    assert cases == {(s, w) for s in (32, 16) for w in ways | {"ours, resident", "ours, streamed"}}
     assert all(row["images_per_second"] > 0 for row in rows)
     content = json.loads(file.read_text())
     assert content["rows"] == rows
@@ -40,9 +28,9 @@ def test_scale_tells_every_row_and_ratio(program: Callable[[str], Any], tmp_path
 PACKING = {"cores": 4, "size": 256, "bytes_an_image": 1_000_000, "images_per_second": {"pack": 500.0}}
 
 
-def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Path) -> None:
+def test_costs_are_computed_from_the_rates(program: Callable[[str], Any], tmp_path: Path) -> None:
     cost = program("imagenet_cost")
-    # Counted by hand: 50 classes x 500 images, then 10 classes each and 20 exemplars of each class before.
+    # 50 classes x 500 images, then 10 classes each and 20 exemplars of each earlier class.
     rows = sum(10 * 500 + 20 * old for old in (50, 60, 70, 80, 90))
     assert cost.images_trained("podnet", "tiny-imagenet-100") == (90 * 25_000, 90 * rows)
     assert cost.images_trained("pass", "tiny-imagenet-100", "short") == (15 * 25_000, 15 * 25_000)
@@ -56,9 +44,9 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
     file.write_text(json.dumps({"rows": rows, "environment": place, "cores": 16}))
     lines = cost.tables(cost.read_rates([file]), PACKING)
     assert "packing, 4 cores" in lines[0]
-    told = {line.split(" | ")[0]: line.split(" | ")[3] for line in lines[2:5]}
-    # 133,856 and 1,331,167 images at 500 a second; at 64 x 64 it was not measured
-    assert told == {"| tiny-imagenet-100": "", "| imagenet-subset": "4 min", "| imagenet": "44 min"}
+    packing = {line.split(" | ")[0]: line.split(" | ")[3] for line in lines[2:5]}
+    # 133,856 and 1,331,167 images at 500 per second; not measured at 64 x 64
+    assert packing == {"| tiny-imagenet-100": "", "| imagenet-subset": "4 min", "| imagenet": "44 min"}
     assert "reads 0.5 and writes 0.1 GB/s" in "\n".join(lines)  # 500 x 1 MB, 500 x 3 x 256 x 256 bytes
     quick = cost.tables(cost.Rates({}), PACKING | {"images_per_second": {"pack": 5500.0}})
     assert "| 24 s |" in quick[3]
@@ -88,7 +76,7 @@ def test_costs_follow_from_the_rates(program: Callable[[str], Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("environment", [{"device_type": "cpu", "device": "x86_64"}, None])
-def test_rates_of_a_cpu_make_no_hours(
+def test_rates_of_a_cpu_give_no_hours(
     program: Callable[[str], Any],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -106,7 +94,7 @@ def test_rates_of_a_cpu_make_no_hours(
     assert page.read_text() == document
 
 
-def test_the_documents_costs_are_current(program: Callable[[str], Any]) -> None:
+def test_documented_costs_are_current(program: Callable[[str], Any]) -> None:
     cost = program("imagenet_cost")
     document = (FOLDER.parent / "docs" / "scale.md").read_text()
     results = FOLDER.parent / "results" / "benchmarks"
@@ -118,7 +106,7 @@ def test_the_documents_costs_are_current(program: Callable[[str], Any]) -> None:
     assert "42% of the rate" in cost.written(document, cost.Rates({}), other)
 
 
-def test_hours_are_not_written_over_without_rates(
+def test_hours_are_not_overwritten_without_rates(
     program: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cost = program("imagenet_cost")
@@ -130,16 +118,14 @@ def test_hours_are_not_written_over_without_rates(
         cost.main(["--rates", none, "--write", str(page)])
     assert "none.json has no rates" in capsys.readouterr().err
     assert page.read_text() == before
-    page.write_text(
-        cost.between(document, cost.MARKS, cost.tables(cost.Rates({}), PACKING))
-    )  # nothing measured, nothing lost
+    page.write_text(cost.between(document, cost.MARKS, cost.tables(cost.Rates({}), PACKING)))  # nothing was measured
     cost.main(["--rates", none, "--write", str(page)])
     with pytest.raises(SystemExit):
         cost.main(["--packing", none, "--write", str(page)])
     assert "none.json is missing" in capsys.readouterr().err
 
 
-def test_packing_keeps_every_round(
+def test_packing_reports_every_round(
     program: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packing = program("packing")
@@ -153,10 +139,10 @@ def test_packing_keeps_every_round(
 
     monkeypatch.setattr(packing, "decode_all", lambda *_: None)
     monkeypatch.setattr(packing, "pack", pack)
-    out = tmp_path / "results" / "packing.json"  # a folder that is not there yet
+    out = tmp_path / "results" / "packing.json"  # a new folder
     with pytest.raises(OSError, match="full"):
         packing.main(["--images", "200", "--out", str(out)])
     content = json.loads(out.read_text())
     assert content["rounds"] == 1
-    assert content["images_per_second"].keys() == set(packing.WAYS)
+    assert content["images_per_second"].keys() == set(packing.VARIANTS)
     assert program("imagenet_cost").packing(content)[-1].endswith("decoding alone.")

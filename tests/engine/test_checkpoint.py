@@ -1,0 +1,96 @@
+"""Checkpoints that must not be used, disks that fill up, and losses that are not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from incvec.atomic_files import read_tensors
+from incvec.data import Dataset
+from incvec.engine.run import Run, finish
+from incvec.errors import CheckpointError, TrainingError
+from tests.conftest import always_saving_run, make_run, quick
+
+
+def interrupted_run(few: Dataset, out: Path, given: dict[str, Any]) -> Run:
+    """A run with a checkpoint and no record."""
+    run = make_run(few, out, given)
+    for _ in run.events():
+        if run.checkpoint_path.exists():
+            break
+    return run
+
+
+def test_checkpoint_of_another_configuration_is_refused(few: Dataset, tmp_path: Path) -> None:
+    run = interrupted_run(few, tmp_path / "run", quick("podnet", podnet={"lambda_flat": 1.0}))
+    before = run.checkpoint_path.read_bytes()
+    other = make_run(few, tmp_path / "run", quick("podnet", podnet={"lambda_flat": 2.0}))
+    with pytest.raises(CheckpointError, match=r"podnet.lambda_flat: 1.0 -> 2.0"):
+        finish(other)
+    assert run.checkpoint_path.read_bytes() == before
+
+
+def test_record_of_another_configuration_is_refused(few: Dataset, tmp_path: Path) -> None:
+    finish(make_run(few, tmp_path / "run", quick("finetune")))
+    with pytest.raises(CheckpointError, match="seed: 0 -> 1"):
+        finish(make_run(few, tmp_path / "run", quick("finetune", seed=1)))
+
+
+def test_truncated_checkpoint_is_refused(few: Dataset, tmp_path: Path) -> None:
+    run = interrupted_run(few, tmp_path / "run", quick("podnet"))
+    content = run.checkpoint_path.read_bytes()
+    run.checkpoint_path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="truncated"):
+        finish(make_run(few, tmp_path / "run", quick("podnet")))
+    assert len(run.checkpoint_path.read_bytes()) == len(content) // 2
+
+
+def fill_up(handle: int) -> None:
+    """Raise the error of a full disk."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"x")
+
+
+def test_full_disk_during_a_run_leaves_the_checkpoint(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = quick("podnet")
+    run = interrupted_run(few, tmp_path / "run", given)
+    before = run.checkpoint_path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("incvec.atomic_files.os.fsync", fill_up)
+        with pytest.raises(CheckpointError, match="intact"):
+            finish(make_run(few, tmp_path / "run", given))
+    assert run.checkpoint_path.read_bytes() == before
+    assert finish(make_run(few, tmp_path / "run", given))["metrics"]["AA"] > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_loss_that_is_not_finite_is_reported_and_not_saved(
+    value: float, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the step and the term, and the epoch is not saved."""
+    from incvec.methods.podnet import PODNet
+
+    given = quick("podnet")
+    run = interrupted_run(few, tmp_path / "run", given)
+    before = run.checkpoint_path.read_bytes()
+    original = PODNet.loss
+    calls = 0
+
+    def poisoned(self: PODNet, batch: Any) -> Any:
+        nonlocal calls
+        terms = dict(original(self, batch))
+        calls += "flat" in terms
+        if calls == 2:
+            terms["flat"] = terms["flat"] * value
+        return terms
+
+    monkeypatch.setattr(PODNet, "loss", poisoned)
+    with pytest.raises(TrainingError, match=r"'flat' became (nan|inf) in task 2, stage 'main', epoch 1, step 2"):
+        finish(always_saving_run(few, tmp_path / "run", given))
+    assert run.checkpoint_path.read_bytes() != before
+    saved = read_tensors(run.checkpoint_path)[0]
+    assert all(t.isfinite().all() for t in saved.values() if t.is_floating_point())
