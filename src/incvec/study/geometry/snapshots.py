@@ -175,22 +175,11 @@ def run_config(run: str | Path) -> RunConfig:
     return resolve(run_metadata(run)["config"])
 
 
-def run_title(config: RunConfig) -> str:
-    """`podnet + ivt`."""
-    return title({"method": config.method, "addons": config.addons, "oracle": config.oracle})
-
-
 def describe_run(run: Path) -> dict[str, Any]:
     """Name, method, add-ons and folder, for the JSON file of a figure."""
     config = run_config(run)
-    return {
-        "name": style.label(run_title(config)),
-        "method": config.method,
-        "addons": list(config.addons),
-        "oracle": config.oracle,
-        "seed": config.seed,
-        "run": run.name,
-    }
+    named = {"method": config.method, "addons": list(config.addons), "oracle": config.oracle}
+    return {"name": style.label(title(named)), **named, "seed": config.seed, "run": run.name}
 
 
 def check_run_folder(path: Path) -> None:
