@@ -1,4 +1,4 @@
-"""Every method with every add-on: a run of two small tasks, or a refusal that says why."""
+"""Every method with every add-on: a run of two small tasks, or a refusal with a reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAIRS = list(itertools.product(sorted(METHODS), sorted(ADDONS)))
 
 
 def expected_refusal(method: str, addon: str) -> str | None:
-    """What the refusal has to speak of."""
+    """A part of the expected reason."""
     kind = find_method(method)
     if kind.joint:
         return "exemplars" if addon == "eopc" else "one task"
@@ -31,7 +31,7 @@ def expected_refusal(method: str, addon: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A method's base task is trained once for all its add-ons."""
+    """The base task of a method is trained once for all add-ons."""
     return tmp_path_factory.mktemp("bases")
 
 
@@ -52,7 +52,7 @@ def test_pair(method: str, addon: str, few: Dataset, tmp_path: Path, bases: Path
             assert all(math.isfinite(value) for value in values), row
 
 
-def test_every_add_on_goes_with_the_methods_it_is_for() -> None:
+def test_compatible_methods_of_every_addon() -> None:
     for addon in ADDONS:
         accepted = [name for name in METHODS if find_addon(addon).incompatibility(find_method(name), []) is None]
         wanted = [name for name in METHODS if expected_refusal(name, addon) is None]
@@ -60,7 +60,7 @@ def test_every_add_on_goes_with_the_methods_it_is_for() -> None:
         assert len(accepted) >= 5
 
 
-def test_add_ons_say_what_they_are() -> None:
+def test_addons_have_name_summary_and_paper() -> None:
     for name in ADDONS:
         addon = find_addon(name)
         assert addon.name == name

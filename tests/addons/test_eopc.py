@@ -1,4 +1,4 @@
-"""EOPC: the path, its loss and gradient, the average that replaces the model, and the exemplars after it."""
+"""EOPC: the path, its loss and gradient, the average that replaces the model, and the exemplars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from incvec.engine.run import Run, finish
 from incvec.errors import ConfigError
 from incvec.methods.common import ImageMethod
 from incvec.presets import resolve
-from tests.addons.tools import Tensors, run_on, same, snapshot, state_of, watch
+from tests.addons.tools import Tensors, run_on, same, snapshot, stage_names, state_of, watch
 from tests.conftest import quick
 
 
@@ -39,7 +39,7 @@ def balanced(*shape: int, seed: int = 0) -> Tensor:
     return values - values.mean(1, keepdim=True)
 
 
-def test_coefficients_are_the_series() -> None:
+def test_coefficients() -> None:
     a, b = draws(3, 4).double(), draws(3, 4, seed=1).double()
     t = torch.tensor([0.2, 0.9], dtype=torch.float64)
     start, stop = coefficients(t, a, b)
@@ -70,28 +70,28 @@ def test_velocities_are_the_derivatives() -> None:
         assert torch.allclose(fast, (ahead - behind) / (2 * step), atol=1e-6)
 
 
-def test_angles_are_odd_quarters() -> None:
+def test_angles() -> None:
     w, wt = angles(torch.tensor([1.0, 0.5]))
     assert (w * 2 / math.pi).tolist() == pytest.approx([1, 5, 9, 13])
     assert wt.shape == (2, 1, 4)
 
 
-def test_spaced_includes_both_ends() -> None:
+def test_linspace_includes_both_ends() -> None:
     assert linspace(0.1, 0.95, 10) == pytest.approx(torch.linspace(0.1, 0.95, 10).tolist())
     assert linspace(0.7, 0.8, 1) == [0.75]
 
 
-def test_noise_is_across_the_tangent_and_as_long_as_asked() -> None:
+def test_noise_is_orthogonal_and_has_the_given_norm() -> None:
     tangent, noise = draws(4, 5).double(), draws(4, 5, seed=1).double()
     result = orthogonal_noise(tangent, noise, torch.tensor(6.0, dtype=torch.float64))
     assert (result * tangent).sum().item() == pytest.approx(0, abs=1e-12)
     assert result.norm().item() == pytest.approx(6)
-    rest = noise - result * (result * noise).sum() / 36  # what is left of the noise lies along the tangent
+    rest = noise - result * (result * noise).sum() / 36  # parallel to the tangent
     assert abs(F.cosine_similarity(rest.flatten(), tangent.flatten(), dim=0).item()) == pytest.approx(1)
     assert torch.equal(orthogonal_noise(torch.zeros(3), torch.zeros(3), torch.tensor(1.0)), torch.zeros(3))
 
 
-def test_layout_goes_there_and_back() -> None:
+def test_pack_and_unpack_a_layout() -> None:
     tensors = {"a": draws(3, 100), "b": draws(1).reshape(()), "c": draws(512), "d": draws(2, 3, 3, 3)}
     layout = Layout(tensors)
     matrix = layout.pack(tensors)
@@ -110,7 +110,7 @@ def test_layout_goes_there_and_back() -> None:
 
 
 @pytest.mark.parametrize("t", [0.1, 0.6, 0.75, 0.9])
-def test_path_loss_restated(t: float) -> None:
+def test_path_loss(t: float) -> None:
     logits, features, end = draws(4, 3), draws(4, 6, seed=1), draws(4, 6, seed=2)
     labels = torch.tensor([0, 2, 1, 2])  # classes 0 and 1 are old
     ce, distance = path_loss(logits, features, end, labels, 2, t, cut_off=0.75)
@@ -124,30 +124,28 @@ def test_path_loss_restated(t: float) -> None:
     assert distance.item() == pytest.approx(sum(1 - c for c in cosines) / 4, rel=1e-4)
 
 
-def test_a_batch_without_old_samples_has_no_cross_entropy_before_the_cut_off() -> None:
+def test_no_cross_entropy_before_the_cut_off_without_old_samples() -> None:
     ce, _ = path_loss(draws(2, 3), draws(2, 3), draws(2, 3, seed=1), torch.tensor([2, 2]), 2, 0.2, cut_off=0.75)
     assert ce.item() == 0
 
 
-def test_loss_and_gradient_against_a_plain_computation(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensor by tensor, a copy of the network loaded for each position; the noise drawn alike."""
+def test_loss_and_gradient(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared tensor by tensor with a copy of the network at each position, with the same noise."""
     checked: list[int] = []
 
     def check(self: EOPC, batch: Batch) -> None:
-        if len(checked) == 4:  # the first steps of two epochs or so are enough
+        if len(checked) == 4:  # the first steps are enough
             return
         checked.append(1)
         state = self.world.generator.get_state()
         terms = original(self, batch)
-        bends = [self.coefficients["a"], self.coefficients["b"]]
-        gradients = torch.autograd.grad(sum(terms.values()), bends)  # type: ignore[arg-type]
+        parameters = [self.coefficients["a"], self.coefficients["b"]]
+        gradients = torch.autograd.grad(sum(terms.values()), parameters)  # type: ignore[arg-type]
         self.world.generator.set_state(state)
-        ce, features, wanted = by_hand(self, batch, 3)
+        ce, features, expected = expected_loss(self, batch, 3)
         assert terms["ce"].item() == pytest.approx(ce, rel=1e-4)
         assert terms["features"].item() == pytest.approx(features, rel=1e-4)
-        for gradient, other in zip(gradients, wanted, strict=True):
+        for gradient, other in zip(gradients, expected, strict=True):
             assert torch.allclose(gradient, other, rtol=1e-3, atol=1e-6)
         assert gradients[0].abs().max() > 0
         self.world.generator.set_state(state)
@@ -158,7 +156,7 @@ def test_loss_and_gradient_against_a_plain_computation(
     assert len(checked) == 4
 
 
-def by_hand(addon: EOPC, batch: Batch, count: int) -> tuple[float, float, list[Tensor]]:
+def expected_loss(addon: EOPC, batch: Batch, count: int) -> tuple[float, float, list[Tensor]]:
     live, task, o = addon.method.model, addon.method.task, addon.options
     start = {name: addon.start[name] for name, _ in live.named_parameters()}
     stop = {name: p.detach() for name, p in live.named_parameters()}
@@ -210,23 +208,23 @@ def by_hand(addon: EOPC, batch: Batch, count: int) -> tuple[float, float, list[T
 # In a run -----------------------------------------------------------------------------------------------
 
 
-def test_the_step_is_the_projected_gradient(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_the_projected_gradient(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """x <- x - 0.1 (g - mean of g over the row): rows keep their sum of 0."""
     before: list[dict[str, Tensor]] = []
     steps: list[tuple[Tensor, Tensor]] = []
 
-    def note(self: EOPC, stage: Stage, parameters: dict[str, nn.Parameter]) -> None:
+    def record(self: EOPC, stage: Stage, parameters: dict[str, nn.Parameter]) -> None:
         if stage.owner != "eopc":
             return
         assert set(parameters) == {"addons.eopc.a", "addons.eopc.b"}
-        now = {name: bend.detach().clone() for name, bend in self.coefficients.items()}
+        now = {name: c.detach().clone() for name, c in self.coefficients.items()}
         if before:
             steps.append((now["a"] - before[-1]["a"], before[-1]["g"]))
         gradient = parameters["addons.eopc.a"].grad
         assert gradient is not None
         before.append({**now, "g": gradient.clone()})
 
-    watch(monkeypatch, EOPC, "gradients", before=note)
+    watch(monkeypatch, EOPC, "gradients", before=record)
     run_on(few, tmp_path, "podnet", "eopc", tasks=1)
     assert len(steps) >= 3
     for moved, gradient in steps:
@@ -236,21 +234,21 @@ def test_the_step_is_the_projected_gradient(few: Dataset, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("new_rows", ["kaiming", "imprint"])
-def test_the_path_begins_at_the_model_before(
+def test_path_starts_at_the_previous_model(
     new_rows: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[Tensors] = []
     starts: list[Tensors] = []
 
-    def note(self: EOPC, task: Task) -> None:
+    def record(self: EOPC, task: Task) -> None:
         begun.append(state_of(self.method.model))
         starts.append(dict(self.start))
 
-    watch(monkeypatch, EOPC, "begin_task", after=note)
+    watch(monkeypatch, EOPC, "begin_task", after=record)
     run = run_on(few, tmp_path, "podnet", "eopc", eopc={"new_rows": new_rows})
     assert len(starts) == 2
     for task, start, model in zip((1, 2), starts, begun, strict=True):
-        previous = snapshot(run, task - 1)  # after its own ensembling
+        previous = snapshot(run, task - 1)  # after its ensembling
         same({name: start[name] for name in previous}, previous)
         (new,) = set(start) - set(previous)
         assert new == f"head.blocks.{task}.weight"
@@ -262,13 +260,15 @@ def test_the_path_begins_at_the_model_before(
             assert start[new].std().item() == pytest.approx(1 / math.sqrt(rows), rel=0.4)
 
 
-def test_new_biases_begin_the_path_at_zero(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_biases_are_zero_at_the_start_of_the_path(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found: list[tuple[Tensor, Tensor]] = []
 
-    def note(self: EOPC, task: Task) -> None:
+    def record(self: EOPC, task: Task) -> None:
         found.append((self.start[f"head.blocks.{task.index}.weight"], self.start[f"head.blocks.{task.index}.bias"]))
 
-    watch(monkeypatch, EOPC, "begin_task", after=note)
+    watch(monkeypatch, EOPC, "begin_task", after=record)
     run_on(few, tmp_path, "mrfa", "eopc")
     assert len(found) == 2
     for weight, bias in found:
@@ -277,7 +277,7 @@ def test_new_biases_begin_the_path_at_zero(few: Dataset, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("method", ["podnet", "mrfa"])
-def test_the_network_rests_while_the_path_is_trained(
+def test_path_stage_leaves_the_network_unchanged(
     method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Tensors] = []
@@ -298,8 +298,8 @@ def test_the_network_rests_while_the_path_is_trained(
     assert rows == [4, 6]  # exemplars of all classes seen
 
 
-@pytest.mark.parametrize("method", ["podnet", "mrfa"])  # one herds before, the other after the path
-def test_without_noise_and_bends_the_average_lies_on_the_line(
+@pytest.mark.parametrize("method", ["podnet", "mrfa"])  # herding before and after the path stage
+def test_average_without_noise_and_training_is_on_the_line(
     method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends: list[tuple[Tensors, Tensors]] = []
@@ -323,13 +323,13 @@ def test_without_noise_and_bends_the_average_lies_on_the_line(
             assert torch.allclose(value, 0.4 * start[name] + 0.6 * stop[name], rtol=1e-4, atol=1e-5), name
     for task in (1, 2):
         same(snapshot(run, task), results[task - 1])
-    same(herded[-1], results[-1])  # exemplars of the last task are those of the average
+    same(herded[-1], results[-1])  # exemplars are selected with the average
 
 
-def test_noise_of_the_members_is_drawn_up_to_the_radius(
+def test_noise_of_the_members_is_within_the_radius(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One member at the middle: its distance from the line is the length of its noise, different in each task."""
+    """With one member at the center, its distance from the line is the norm of its noise."""
     lengths: list[float] = []
     lines: list[Tensors] = []
 
@@ -351,33 +351,15 @@ def test_noise_of_the_members_is_drawn_up_to_the_radius(
     assert abs(lengths[0] - lengths[1]) > 1e-3
 
 
-def test_stages_and_facts(few: Dataset, tmp_path: Path) -> None:
+def test_stage_and_statistics(few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "podnet", "eopc")
-    tasks = run.parts.tasks
-    assert [stage.name for stage in run.parts.plan(tasks[0])] == ["main"]
-    path = run.parts.plan(tasks[1])[-1]
+    assert stage_names(run, 0) == ["main"]
+    path = run.parts.plan(run.parts.tasks[1])[-1]
     assert (path.name, path.role, path.owner, path.batchnorm) == ("eopc-path", "path", "eopc", "frozen")
     assert path.optimizer is not None
     assert path.optimizer.momentum == 0
     assert [sorted(row["eopc"]) for row in run.progress.statistics] == [[], ["max_a", "max_b"], ["max_a", "max_b"]]
-    assert run.parts.addons[0].state() == {}  # nothing is carried between tasks
-
-
-@pytest.mark.parametrize(
-    ("dataset", "radius", "ensemble_radius", "place"),
-    [
-        ("cifar100", 6.0, 6.0, 0.75),
-        ("imagenet-subset", 1e-3, 1e-2, 0.75),
-        ("tiny-imagenet-100", 1e-3, 1e-2, 0.75),
-        ("imagenet", 0.0, 1e-2, 0.85),
-    ],
-)
-def test_presets(dataset: str, radius: float, ensemble_radius: float, place: float) -> None:
-    own = resolve({"method": "podnet", "addons": ["eopc"], "dataset": dataset}).sections["eopc"]
-    assert (own["radius"], own["ensemble_radius"], own["cut_off"], own["center"]) == (
-        radius, ensemble_radius, place, place,
-    )  # fmt: skip
-    assert (own["epochs"], own["lr"], own["batch_size"], own["positions"], own["members"]) == (20, 0.1, 128, 10, 10)
+    assert run.parts.addons[0].state() == {}  # empty between tasks
 
 
 def test_methods_without_exemplars_are_refused() -> None:
@@ -386,7 +368,7 @@ def test_methods_without_exemplars_are_refused() -> None:
             check_names(resolve(quick(method, "eopc")))
 
 
-def test_it_forgets_less_on_digits(digits: Dataset, tmp_path: Path) -> None:
+def test_forgets_less_on_digits(digits: Dataset, tmp_path: Path) -> None:
     records = {}
     for addons in ([], ["eopc"]):
         given = {"method": "podnet", "addons": addons, "podnet": {"epochs": 6}, "dataset": "digits", "tasks": 2}

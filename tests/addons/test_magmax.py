@@ -1,4 +1,4 @@
-"""MagMax: largest entries of task vectors, deployed while training goes on un-merged."""
+"""MagMax: the largest entries of the task vectors are deployed; training is not changed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,10 @@ from incvec.addons.magmax import MagMax, larger_magnitude
 from incvec.contracts import Task
 from incvec.data import Dataset
 from incvec.methods.finetune import Finetune
-from tests.addons.tools import Tensors, run_on, same, snapshot, state_of, watch
+from tests.addons.tools import Tensors, record_trained, run_on, same, snapshot, state_of, watch
 
 
-def record_trained(patch: pytest.MonkeyPatch, kind: type) -> list[Tensors]:
-    """The weights each task ended with, before any merge is deployed."""
-    trained: list[Tensors] = []
-    watch(patch, kind, "deployed", before=lambda self, task: trained.append(state_of(self.method.model)))
-    return trained
-
-
-def test_larger_takes_the_later_of_equals() -> None:
+def test_larger_magnitude_prefers_the_later_of_equals() -> None:
     old = torch.tensor([1.0, -2.0, 3.0, 0.0, -1.0])
     new = torch.tensor([-1.0, 1.0, -4.0, 0.0, 1.0])
     assert larger_magnitude(old, new).tolist() == [-1.0, -2.0, -4.0, 0.0, 1.0]
@@ -40,18 +33,18 @@ def test_deployed_is_the_base_plus_the_largest_entries(
         for name, value in snapshot(run, task).items():
             if name in trained[0]:
                 base = trained[0][name].double()
-                wanted = torch.empty_like(base).flatten()
+                expected = torch.empty_like(base).flatten()
                 for i in range(base.numel()):
                     vectors = [(trained[k][name].double() - base).flatten()[i].item() for k in range(1, task + 1)]
-                    wanted[i] = base.flatten()[i] + coefficient * max(reversed(vectors), key=abs)
-                assert torch.allclose(value.double(), wanted.view(base.shape), atol=1e-6), name
+                    expected[i] = base.flatten()[i] + coefficient * max(reversed(vectors), key=abs)
+                assert torch.allclose(value.double(), expected.view(base.shape), atol=1e-6), name
             else:
-                own = int(name.split(".")[2])  # head.blocks.N: the rows as the model of task N had them
+                own = int(name.split(".")[2])  # head.blocks.N: the rows of the model of task N
                 assert torch.equal(value, trained[own][name]), name
 
 
-def test_training_is_left_alone(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit the weights of the same run without the add-on, exemplars and teacher included."""
+def test_training_is_not_changed(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit the weights and exemplars of the same run without the add-on."""
     trained = record_trained(monkeypatch, MagMax)
     merged = run_on(few, tmp_path / "merged", "podnet", "magmax")
     plain = run_on(few, tmp_path / "plain", "podnet")
@@ -62,8 +55,8 @@ def test_training_is_left_alone(few: Dataset, tmp_path: Path, monkeypatch: pytes
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_what_is_evaluated_is_the_merge(few: Dataset, tmp_path: Path) -> None:
-    """With nothing of the task vectors added, the base model answers, with the later tasks' rows beside it."""
+def test_merge_is_evaluated(few: Dataset, tmp_path: Path) -> None:
+    """With a coefficient of 0, the backbone is that of the base model."""
     run = run_on(few, tmp_path, "finetune", "magmax", magmax={"coefficient": 0.0}, finetune={"epochs": 5})
     backbone = [name for name in snapshot(run, 0) if name.startswith("backbone")]
     first, last = snapshot(run, 0), snapshot(run, 2)
@@ -71,10 +64,10 @@ def test_what_is_evaluated_is_the_merge(few: Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("addon", ["magmax", "cofima", "imm"])
-def test_rows_of_a_task_stay_as_its_own_model_had_them(
+def test_rows_of_a_task_are_those_of_its_own_model(
     addon: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a classifier of its own for each task, later tasks have no say in it, and neither has weight decay."""
+    """With one softmax per task, neither later tasks nor weight decay change its rows."""
     ended: list[Tensors] = []
     watch(monkeypatch, Finetune, "end_task", before=lambda self, task: ended.append(state_of(self.model)))
     options = {"loss_over": "new", "optimizer": "adam", "lr": 0.01, "weight_decay": 0.1}
@@ -98,7 +91,7 @@ def test_rows_of_a_task_stay_as_its_own_model_had_them(
         ("lwf", {}),
     ],
 )
-def test_old_rows_are_trained_where_a_loss_reaches_them(
+def test_old_rows_are_trained_if_they_have_a_loss(
     method: str, given: dict[str, Any], few: Dataset, tmp_path: Path
 ) -> None:
     run = run_on(few, tmp_path, method, **given)
@@ -107,16 +100,16 @@ def test_old_rows_are_trained_where_a_loss_reaches_them(
     assert run.parts.plan(run.parts.tasks[1])[0].groups[0].prefixes == ("model", "auxiliary")
 
 
-def test_rows_stay_though_later_tasks_train_them(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployed_rows_ignore_later_training(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = record_trained(monkeypatch, MagMax)
-    run = run_on(few, tmp_path, "finetune", "magmax")  # its softmax runs over all classes seen
+    run = run_on(few, tmp_path, "finetune", "magmax")  # the softmax is over all classes seen
     name = "head.blocks.1.weight"
     assert not torch.equal(trained[2][name], trained[1][name])
     assert torch.equal(snapshot(run, 2)[name], trained[1][name])
 
 
-def test_a_task_is_taken_in_once(few: Dataset, tmp_path: Path) -> None:
-    """Asked again, even with other weights in the model, the add-on gives the same answer."""
+def test_each_task_is_merged_once(few: Dataset, tmp_path: Path) -> None:
+    """A second call gives the same result, even with other weights in the model."""
     run = run_on(few, tmp_path, "finetune", "magmax")
     addon, task = run.parts.addons[0], run.parts.tasks[2]
     before = {name: tensor.clone() for name, tensor in addon.state().items()}
@@ -129,8 +122,10 @@ def test_a_task_is_taken_in_once(few: Dataset, tmp_path: Path) -> None:
     same(before, addon.state())
 
 
-def test_ssre_is_merged_with_its_adapters_folded(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method's own end hook comes first: task vectors of two tasks then name the same weights."""
+def test_adapters_of_ssre_are_folded_before_the_merge(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The method's end hook runs first, so task vectors refer to the same weights."""
     trained = record_trained(monkeypatch, MagMax)
     run = run_on(few, tmp_path, "ssre", "magmax")
     adapters = [name for name in trained[2] if name.endswith("adapter")]
@@ -141,10 +136,10 @@ def test_ssre_is_merged_with_its_adapters_folded(few: Dataset, tmp_path: Path, m
     assert not torch.equal(trained[1][kernel], trained[0][kernel])
 
 
-def test_what_the_network_gains_later_is_merged_from_its_start(
+def test_parameters_added_later_are_merged_from_their_initial_value(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mnemonics' factors are ones as its first increment begins, and every task after it trains them."""
+    """Mnemonics' factors are ones at the beginning of the first increment."""
     trained = record_trained(monkeypatch, MagMax)
     run = run_on(few, tmp_path, "mnemonics", "magmax", mnemonics={"lr": 0.5})
     factors = [name for name in trained[2] if name.endswith(".factor")]
@@ -157,7 +152,7 @@ def test_what_the_network_gains_later_is_merged_from_its_start(
         assert torch.equal(snapshot(run, 2)[name], 1 + 0.5 * larger_magnitude(*vectors))
 
 
-def test_the_base_row_is_that_of_the_base_model(few: Dataset, tmp_path: Path) -> None:
+def test_base_task_is_evaluated_without_a_merge(few: Dataset, tmp_path: Path) -> None:
     merged = run_on(few, tmp_path / "merged", "finetune", "magmax")
     plain = run_on(few, tmp_path / "plain", "finetune")
     assert merged.matrix()[0] == plain.matrix()[0]

@@ -1,4 +1,4 @@
-"""What the merges share: weighted means, the Fisher pass, and which add-ons may follow which."""
+"""The base classes of the merging add-ons: weighted means, the Fisher pass, and the order of add-ons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from incvec.errors import ConfigError
 from incvec.methods import find_method
 from incvec.methods.finetune import local_cross_entropy
 from incvec.presets import resolve
-from tests.addons.tools import record_batches, run_on, watch
+from tests.addons.tools import record_batches, run_on, stage_names, watch
 from tests.conftest import quick
 
 
@@ -44,18 +44,18 @@ def test_share_and_merge_are_the_weighted_mean() -> None:
     for i in range(3):
         assert merged[i].item() == pytest.approx((w_old[i] * old[i] + w_new[i] * new[i]) / (w_old[i] + w_new[i]))
     assert merged[3].item() == pytest.approx(0.75 * 5 + 0.25 * 7)  # 0/0
-    assert merged[1].item() == new[1]  # all of the new, bit for bit
+    assert merged[1].item() == new[1]  # the new value, bit for bit
     assert merged[2].item() == old[2]
 
 
-def test_a_scalar_weight_counts_for_all_elements() -> None:
+def test_scalar_weight_applies_to_all_elements() -> None:
     share = weight_share(torch.tensor(2.0), torch.tensor(1.0), default=1.0)
     assert torch.allclose(merge(torch.zeros(2, 3), torch.ones(2, 3), share), torch.full((2, 3), 1 / 3))
 
 
-def test_local_cross_entropy_runs_over_the_samples_own_side() -> None:
+def test_local_cross_entropy() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.5, -1.0], [0.0, 3.0, 1.0, 1.5]])
-    labels = torch.tensor([2, 1])  # new, old, where two classes are old
+    labels = torch.tensor([2, 1])  # new, old: two classes are old
     first = -(0.5 - math.log(math.exp(0.5) + math.exp(-1.0)))
     second = -(3.0 - math.log(math.exp(0.0) + math.exp(3.0)))
     assert local_cross_entropy(logits, labels, 2).item() == pytest.approx((first + second) / 2)
@@ -63,7 +63,7 @@ def test_local_cross_entropy_runs_over_the_samples_own_side() -> None:
 
 
 @pytest.mark.parametrize("dataset", ["cifar100", "digits"])
-def test_the_local_variant_of_finetune_is_what_is_merged(dataset: str) -> None:
+def test_local_variant_of_finetune(dataset: str) -> None:
     given = {"method": "finetune", "addons": ["magmax"], "dataset": dataset}
     assert resolve(given).sections["finetune"]["loss_over"] == "seen"
     local = resolve({**given, "variant": "local"}).sections["finetune"]
@@ -72,7 +72,7 @@ def test_the_local_variant_of_finetune_is_what_is_merged(dataset: str) -> None:
         assert (local["optimizer"], local["lr"], local["epochs"]) == ("adam", 1e-3, 100)
 
 
-def test_state_goes_flat_and_comes_back() -> None:
+def test_pack_and_unpack_state() -> None:
     state = pack_state(anchor={"a.b": torch.ones(2)}, fisher={"a.b": torch.zeros(()), "c": torch.ones(1)})
     assert list(state) == ["anchor/a.b", "fisher/a.b", "fisher/c"]
     back = unpack_state(state, "fisher")
@@ -80,23 +80,23 @@ def test_state_goes_flat_and_comes_back() -> None:
     assert back["c"].data_ptr() != state["fisher/c"].data_ptr()
 
 
-def test_copies_are_wide_and_floats_leave_integers_out() -> None:
+def test_copied_weights_are_float32_without_integers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2).to(torch.bfloat16), torch.nn.BatchNorm1d(2))
     assert "1.num_batches_tracked" in model.state_dict()
-    found = float_tensors(model)
-    assert "1.num_batches_tracked" not in found
-    assert "1.running_mean" in found
-    kept = copy_weights(model)
-    assert kept["0.weight"].dtype == torch.float32
-    assert not kept["0.weight"].requires_grad
-    assert kept["1.running_mean"].data_ptr() != found["1.running_mean"].data_ptr()
+    live = float_tensors(model)
+    assert "1.num_batches_tracked" not in live
+    assert "1.running_mean" in live
+    copies = copy_weights(model)
+    assert copies["0.weight"].dtype == torch.float32
+    assert not copies["0.weight"].requires_grad
+    assert copies["1.running_mean"].data_ptr() != live["1.running_mean"].data_ptr()
 
 
 @pytest.mark.parametrize(("method", "outputs"), [("finetune", 1), ("podnet", 1), ("pass", 4)])
-def test_the_pass_measures_mean_squared_batch_gradients(
+def test_fisher_pass_measures_mean_squared_batch_gradients(
     method: str, outputs: int, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F against a plain loop over the same batches, at the same weights, BatchNorm on its running statistics."""
+    """Compared with a loop over the same batches, with the same weights, in eval mode."""
     batches = record_batches(monkeypatch)
     checked: list[int] = []
     before: dict[str, Tensor] = {}
@@ -112,10 +112,10 @@ def test_the_pass_measures_mean_squared_batch_gradients(
         seen = {int(label) for batch in batches for label in batch.labels}
         assert seen == set(task.classes)
         assert sum(len(b.labels) for b in batches) == 40 * task.n_new // 32 * 32
-        wanted = plain_fisher(model, batches, outputs)
-        assert fisher.keys() == wanted.keys()
+        expected = expected_fisher(model, batches, outputs)
+        assert fisher.keys() == expected.keys()
         for name, f in fisher.items():
-            assert torch.allclose(f, wanted[name], rtol=1e-4, atol=1e-12), name
+            assert torch.allclose(f, expected[name], rtol=1e-4, atol=1e-12), name
         assert any(f.max() > 0 for f in fisher.values())
         checked.append(task.index)
 
@@ -125,7 +125,7 @@ def test_the_pass_measures_mean_squared_batch_gradients(
     assert checked == [0, 1, 2]
 
 
-def plain_fisher(model: torch.nn.Module, batches: list[Batch], outputs: int) -> dict[str, Tensor]:
+def expected_fisher(model: torch.nn.Module, batches: list[Batch], outputs: int) -> dict[str, Tensor]:
     training = model.training
     model.eval()
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -139,20 +139,22 @@ def plain_fisher(model: torch.nn.Module, batches: list[Batch], outputs: int) -> 
     return total
 
 
-def test_the_oracle_measures_on_all_classes_seen(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oracle_measures_fisher_on_all_classes_seen(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batches = record_batches(monkeypatch)
     seen: list[set[int]] = []
     watch(monkeypatch, CoFiMA, "begin_stage", before=lambda *_: batches.clear())
 
-    def note(self: CoFiMA, task: Task, fisher: dict[str, Tensor]) -> None:
+    def record(self: CoFiMA, task: Task, fisher: dict[str, Tensor]) -> None:
         seen.append({int(label) for batch in batches for label in batch.labels})
 
-    watch(monkeypatch, CoFiMA, "measured", before=note)
+    watch(monkeypatch, CoFiMA, "measured", before=record)
     run_on(few, tmp_path, "finetune", "cofima", finetune={"epochs": 1}, oracle=True)
     assert seen == [set(range(2)), set(range(4)), set(range(6))]
 
 
-def test_the_order_of_add_ons_is_defined_or_refused() -> None:
+def test_every_order_of_two_addons_is_accepted_or_refused() -> None:
     for first, second in itertools.permutations(ADDONS, 2):
         config = resolve(quick("podnet", first, second))
         refused = (
@@ -168,7 +170,7 @@ def test_the_order_of_add_ons_is_defined_or_refused() -> None:
             check_names(config)
 
 
-def test_the_sweep_of_merges_has_each_of_them() -> None:
+def test_sweep_of_merges_contains_all_of_them() -> None:
     configs = [config for _, config in plan("cifar100-merging", [])]
     assert {config.addons for config in configs} == {(name,) for name in ADDONS if name != "eopc"}
     for config in configs:
@@ -176,7 +178,7 @@ def test_the_sweep_of_merges_has_each_of_them() -> None:
         assert (config.method, config.dataset, config.tasks, config.seed) == ("podnet", "cifar100", 5, 0)
 
 
-def test_reasons_name_the_other_add_on() -> None:
+def test_incompatibility_names_the_other_addon() -> None:
     podnet, joint = find_method("podnet"), find_method("joint")
     assert "name cofima before it" in (merge_incompatibility("cofima", podnet, ["ivt", "magmax"]) or "")
     assert "imm deploys one already" in (merge_incompatibility("magmax", podnet, ["imm"]) or "")
@@ -194,9 +196,8 @@ def test_reasons_name_the_other_add_on() -> None:
     ],
     ids="+".join,
 )  # fmt: skip
-def test_several_run_together(addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+def test_several_addons_together(addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
     run = run_on(few, tmp_path, "podnet", *addons)
-    names = [stage.name for stage in run.parts.plan(run.parts.tasks[1])]
-    own = {"eopc": "eopc-path", "cofima": "cofima-fisher", "fisher-merge": "fisher-merge-fisher", "imm": "imm-fisher"}
-    assert names == ["main", "balance", *(own[addon] for addon in addons if addon in own)]
+    added = {"eopc": "eopc-path", "cofima": "cofima-fisher", "fisher-merge": "fisher-merge-fisher", "imm": "imm-fisher"}
+    assert stage_names(run, 1) == ["main", "balance", *(added[addon] for addon in addons if addon in added)]
     assert all(math.isfinite(value) for row in run.matrix() for value in row)

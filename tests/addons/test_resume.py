@@ -1,4 +1,4 @@
-"""Every add-on's state survives: broken off at every event, a run ends as the unbroken one does, bit for bit."""
+"""Runs with add-ons that are interrupted at every event end with the same bits as uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_add_on_has_a_case() -> None:
+def test_every_addon_has_a_case() -> None:
     assert {addon for case in CASES.values() for addon in case["addons"]} >= set(ADDONS)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_broken_off_at_every_event(name: str, few: Dataset, tmp_path: Path) -> None:
+def test_interrupted_at_every_event(name: str, few: Dataset, tmp_path: Path) -> None:
     given = CASES[name]
     whole = make_run(few, tmp_path / "whole", given)
     record = finish(whole)
-    out = tmp_path / "broken"
+    out = tmp_path / "interrupted"
     breaks = 0
     while not interrupt_after(always_saving_run(few, out, given), 2 + breaks % 9):
         breaks += 1
@@ -52,8 +52,8 @@ def test_broken_off_at_every_event(name: str, few: Dataset, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(ADDONS))
-def test_from_a_shared_base_as_from_scratch(name: str, few: Dataset, tmp_path: Path) -> None:
-    """The base task's own stages know nothing of add-ons: whoever trains them, the run ends in the same bits."""
+def test_shared_base_gives_the_same_run_as_scratch(name: str, few: Dataset, tmp_path: Path) -> None:
+    """The method's stages of the base task do not depend on add-ons."""
     given = quick("podnet", name)
     scratch = make_run(few, tmp_path / "scratch", given)
     record = finish(scratch)

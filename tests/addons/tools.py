@@ -82,3 +82,10 @@ def same(a: Tensors, b: Tensors) -> None:
 def stage_names(run: Run, task: int) -> list[str]:
     """The stages of a task, with those of the add-ons."""
     return [stage.name for stage in run.parts.plan(run.parts.tasks[task])]
+
+
+def record_trained(patch: pytest.MonkeyPatch, kind: type) -> list[Tensors]:
+    """A list that receives the weights at the end of each task, before a merge is deployed."""
+    trained: list[Tensors] = []
+    watch(patch, kind, "deployed", before=lambda self, task: trained.append(state_of(self.method.model)))
+    return trained

@@ -11,7 +11,6 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
 from incvec.data.augment import draw_boxes
-from incvec.data.image_files import crop_square
 from incvec.data.resize import resize_boxes, resize_matrix, resize_on_device
 from incvec.data.views import NAMES, RANDOM, ResizedViews, Views
 from incvec.errors import ConfigError
@@ -72,17 +71,7 @@ def test_boxes_are_resized_as_in_torch_with_antialiasing(out: int) -> None:
         assert torch.allclose(seen, theirs[0], atol=2e-2)  # of 255
 
 
-def test_boxes_are_resized_as_in_pillow() -> None:
-    """Pillow rounds to 8 bits after each of its two passes: a level at most, half of one on average at most."""
-    images = photos(len(BOXES))
-    mine = resize_boxes(images, columns(BOXES), 32)
-    for seed, (seen, (top, left, height, width)) in enumerate(zip(mine, BOXES, strict=True)):
-        theirs = tv.pil_to_tensor(tv.resized_crop(photo(seed, 96, 96), top, left, height, width, [32, 32]))
-        assert (seen - theirs).abs().max() <= 1.5
-        assert (seen - theirs).abs().mean() <= 0.5
-
-
-def test_without_antialiasing_the_test_above_would_fail() -> None:
+def test_boxes_are_antialiased() -> None:
     image = photos(1)
     mine = resize_boxes(image, columns([(0, 0, 96, 96)]), 16)
     plain = F.interpolate(image.float(), (16, 16), mode="bilinear", align_corners=False)
@@ -107,24 +96,6 @@ def test_flips_are_part_of_the_weights() -> None:
     assert torch.allclose(flipped[1], plain[1], atol=1e-3)
 
 
-def test_the_train_view_applies_its_draws() -> None:
-    images = photos(6)
-    views = ResizedViews(96, 40, True, 0.3, MEAN, STD)
-    seen = views("train", images, seeded(3))
-    draws = seeded(3)
-    boxes = draw_boxes(images, draws, scale=(0.08, 1.0))
-    mirrored = torch.rand(6, generator=draws) < 0.5
-    factor = 0.7 + 0.6 * torch.rand(6, generator=draws)
-    assert 0 < mirrored.sum() < 6
-    for i in range(6):
-        top, left, height, width = (int(edge[i]) for edge in boxes)
-        box = images[i : i + 1, :, top : top + height, left : left + width].float()
-        expected = F.interpolate(box, (40, 40), mode="bilinear", antialias=True)[0] / 255
-        expected = expected.flip(-1) if mirrored[i] else expected
-        expected = (expected * factor[i]).clamp(0, 1)
-        assert torch.allclose(seen[i], tv.normalize(expected, MEAN, STD), atol=2e-3)
-
-
 def test_boxes_have_torchvisions_distribution() -> None:
     """Area fractions and aspect ratios of many draws."""
     count = 4000
@@ -139,15 +110,6 @@ def test_boxes_have_torchvisions_distribution() -> None:
         a, b = measure(mine), measure(theirs)
         assert abs(a.mean() - b.mean()) < 0.02
         assert abs(a.std() - b.std()) < 0.02
-
-
-def test_the_test_view_is_torchvisions_resize_and_center_crop() -> None:
-    """Stored at 256, seen at 224: the same pixels."""
-    image = photo(4, 400, 300)
-    seen = ResizedViews(256, 224, True, 0.0, MEAN, STD)("test", crop_square(image, 256)[None])
-    resize = v2.Resize(256, v2.InterpolationMode.BICUBIC)
-    pixels = v2.Compose([v2.ToImage(), resize, v2.CenterCrop(224), v2.ToDtype(torch.float32, scale=True)])
-    assert torch.allclose(seen[0], tv.normalize(pixels(image), MEAN, STD), atol=1e-5)
 
 
 def test_smaller_test_views_show_as_much_of_the_image() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from incvec.contracts import Batch, Source
-from incvec.data.source import ImageSource, chunk
+from incvec.data.source import ImageSource, inference_batch_size
 from incvec.data.views import Views
 
 
@@ -111,7 +111,7 @@ def test_large_images_are_fetched_in_smaller_chunks() -> None:
     """500 rows at a time, or 64 MiB of float32 if that is less."""
 
     def of(side: int) -> int:
-        images = torch.zeros(1, 3, side, side, dtype=torch.uint8)
-        return chunk(ImageSource(images, torch.zeros(1, dtype=torch.int64), Views(0, False, 0.0, (0.5,) * 3, (1,) * 3)))
+        images, views = torch.zeros(1, 3, side, side, dtype=torch.uint8), Views(0, False, 0.0, (0.5,) * 3, (1,) * 3)
+        return inference_batch_size(ImageSource(images, torch.zeros(1, dtype=torch.int64), views))
 
     assert [of(side) for side in (8, 32, 64, 256, 3000)] == [500, 500, 500, 85, 1]

@@ -69,7 +69,7 @@ def test_padding_of_the_last_chunk_is_not_counted(
     whole = evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task)
     assert sum(whole["cnn"]) > 0
     for chunk in range(2, 12):
-        monkeypatch.setattr(source, "CHUNK", chunk)
+        monkeypatch.setattr(source, "MAX_ROWS", chunk)
         assert evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task) == whole
 
 

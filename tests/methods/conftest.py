@@ -1,4 +1,4 @@
-"""A short stream of two tasks on the digits, and what plain fine-tuning forgets on it."""
+"""A short stream of two tasks on the digits, and the forgetting of fine-tuning on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ShortRun = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def short_run(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> ShortRun:
-    """`short_run(method, *addons, **options)`: five classes, then the other five, eight epochs each; the record."""
+    """`short_run(method, *addons, **options)`: record of two tasks of five classes, eight epochs each."""
 
     def run(method: str, *addons: str, **options: Any) -> dict[str, Any]:
         given = {"method": method, "addons": addons, "dataset": "digits", "base_classes": 5, "tasks": 1}
@@ -28,6 +28,6 @@ def short_run(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Shor
 
 
 @pytest.fixture(scope="session")
-def forgotten(short_run: ShortRun) -> float:
-    """FM of plain fine-tuning on that stream."""
+def finetuning_forgetting(short_run: ShortRun) -> float:
+    """FM of fine-tuning on that stream."""
     return float(short_run("finetune")["metrics"]["FM"])

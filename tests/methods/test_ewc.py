@@ -1,4 +1,4 @@
-"""EWC: the penalty and the Fisher restated, its store over the tasks, and what is kept of old digits."""
+"""EWC: the penalty and the Fisher restated, and its store over the tasks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.methods.ewc import EWC, accumulated, quadratic, to_vector
 from tests.conftest import make_run, quick, weights
-from tests.methods.endings import ending, finished, old_accuracy
-
-
-def built(few: Dataset, tmp_path: Path, **options: object) -> EWC:
-    method = finished(few, tmp_path, "ewc", **options).parts.method
-    assert isinstance(method, EWC)
-    return method
+from tests.methods.tools import finished, seeded, trained
 
 
 def new_rows(method: EWC, count: int) -> Batch:
     return method.world.train.fetch(method.training_rows(method.task)[:: 80 // count][:count], None, ("test",))
 
 
-def test_quadratic_leaves_new_weights_free() -> None:
+def test_quadratic_penalty_ignores_new_weights() -> None:
     weights = torch.tensor([1.0, 2.0, -1.0, 5.0], requires_grad=True)
     anchor, fisher = torch.tensor([0.0, 2.5, 1.0]), torch.tensor([2.0, 4.0, 0.0])
     loss = quadratic(weights, anchor, fisher)
@@ -37,25 +31,25 @@ def test_quadratic_leaves_new_weights_free() -> None:
     assert gradient.tolist() == pytest.approx([2.0, -2.0, 0.0, 0.0])
 
 
-def test_accumulation_over_tasks() -> None:
-    past, fresh = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0, 30.0])
-    assert accumulated(past, fresh, 0.5, 1.0).tolist() == [10.5, 21.0, 30.0]
-    assert accumulated(past[:0], fresh, 0.5, 1.0).tolist() == [10.0, 20.0, 30.0]
+def test_accumulated_fisher() -> None:
+    old, new = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0, 30.0])
+    assert accumulated(old, new, 0.5, 1.0).tolist() == [10.5, 21.0, 30.0]
+    assert accumulated(old[:0], new, 0.5, 1.0).tolist() == [10.0, 20.0, 30.0]
 
 
-def test_a_networks_vector_begins_that_of_the_grown_one(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path)
+def test_parameter_vector_is_a_prefix_after_growing(few: Dataset, tmp_path: Path) -> None:
+    method = trained(EWC, few, tmp_path)
     names = list(dict(method.model.named_parameters()))
-    method.model.grow(2, torch.Generator().manual_seed(0))
+    method.model.grow(2, seeded(0))
     assert list(dict(method.model.named_parameters()))[: len(names)] == names
 
 
-def test_the_penalty_of_an_increment(few: Dataset, tmp_path: Path) -> None:
+def test_increment_penalty(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "ewc", lambda_ewc=30.0)
     method = run.parts.method
     assert isinstance(method, EWC)
     method.eval()
-    before = weights(run.snapshot_path(1))  # where the last task began, and the F it had then
+    before = weights(run.snapshot_path(1))  # at the beginning of the last task
     method.store |= {name: before[f"store/{name}"] for name in ("anchor", "fisher")}
     terms = method.loss(new_rows(method, 20))
     assert list(terms) == ["ce", "ewc"]
@@ -79,8 +73,8 @@ def gradient(method: EWC, loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["batch", "sample", "exact"])
-def test_the_measured_fisher(kind: str, few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, fisher=kind, clip=None)
+def test_measured_fisher(kind: str, few: Dataset, tmp_path: Path) -> None:
+    method = trained(EWC, few, tmp_path, fisher=kind, clip=None)
     method.requires_grad_(True)
     measure = method.stages(method.task)[1]
     method.store["fisher"] = method.store["fisher"][:0]
@@ -105,8 +99,8 @@ def test_the_measured_fisher(kind: str, few: Dataset, tmp_path: Path) -> None:
     torch.testing.assert_close(method.store["fisher"], torch.stack(terms).mean(0), rtol=1e-3, atol=1e-9)
 
 
-def test_measuring_changes_no_weight_and_no_statistic(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, fisher="sampled")
+def test_measuring_changes_no_weights_or_statistics(few: Dataset, tmp_path: Path) -> None:
+    method = trained(EWC, few, tmp_path, fisher="sampled")
     before = {name: tensor.clone() for name, tensor in method.model.state_dict().items()}
     method.train()
     method.begin_stage(method.task, method.stages(method.task)[1])
@@ -118,7 +112,7 @@ def test_measuring_changes_no_weight_and_no_statistic(few: Dataset, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["batch", "sampled"])
-def test_it_is_measured_in_full_precision(kind: str, few: Dataset, tmp_path: Path) -> None:
+def test_fisher_is_measured_in_full_precision(kind: str, few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("ewc", precision="bf16", ewc={"fisher": kind, "clip": None}))
     finish(run)
     (*_, last) = run.progress.losses
@@ -154,8 +148,8 @@ def test_store_over_the_tasks(few: Dataset, tmp_path: Path) -> None:
     assert {name for name in after[2] if name.startswith("store/")} == {"store/anchor", "store/fisher"}
 
 
-def test_weighing_by_classes(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, accumulate="mean", clip=None)
+def test_fisher_mean_is_weighted_by_classes(few: Dataset, tmp_path: Path) -> None:
+    method = trained(EWC, few, tmp_path, accumulate="mean", clip=None)
     past = torch.full_like(method.store["fisher"][:-18], 3.0)
     method.store["fisher"] = past
     method.store["squares"] = torch.full((len(past) + 18,), 12.0)
@@ -164,10 +158,3 @@ def test_weighing_by_classes(few: Dataset, tmp_path: Path) -> None:
     fisher = method.store["fisher"]
     torch.testing.assert_close(fisher[:-18], torch.full_like(past, (4 * 3 + 2 * 6) / 6))
     assert fisher[-18:].tolist() == [6.0] * 18
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits_where_finetuning_loses_them(addons: tuple[str, ...]) -> None:
-    record, plain = ending("ewc", *addons), ending("finetune")
-    assert old_accuracy(record) > 40
-    assert record["metrics"]["FM"] < plain["metrics"]["FM"] - 40

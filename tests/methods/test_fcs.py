@@ -1,4 +1,4 @@
-"""FCS: mixed classes, the contrastive loss, the transfer, and what it is good for."""
+"""FCS: mixed classes, the contrastive loss and the transfer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from incvec.contracts import Task
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.methods.fcs import FCS, contrastive_loss, draw_partners, draw_weights, pair_labels
-from incvec.presets import preset, resolve
 from tests.addons.tools import run_on, watch
 from tests.conftest import make_run, quick, weights
-from tests.methods.endings import in_task
+from tests.methods.tools import in_task, seeded
 
 
 def test_partners_are_uniform_over_new_images_of_other_labels() -> None:
     labels = torch.tensor([1, 2, 3, 3, 2, 4])  # class 1 is old
-    partners, paired = draw_partners(labels, 2, 4000, torch.Generator().manual_seed(0))
+    partners, paired = draw_partners(labels, 2, 4000, seeded(0))
     assert partners.shape == paired.shape == (4000, 6)
     assert torch.equal(paired[7], torch.tensor([False, True, True, True, True, True]))
     for i, allowed in {1: {2, 3, 5}, 2: {1, 4, 5}, 5: {1, 2, 3, 4}}.items():
@@ -35,19 +34,19 @@ def test_partners_are_uniform_over_new_images_of_other_labels() -> None:
             assert counts[j] == pytest.approx(4000 / len(allowed), rel=0.1)
 
 
-def test_a_batch_of_one_label_has_no_pairs() -> None:
-    partners, paired = draw_partners(torch.tensor([3, 3, 3]), 2, 2, torch.Generator().manual_seed(0))
+def test_batch_of_one_label_has_no_pairs() -> None:
+    partners, paired = draw_partners(torch.tensor([3, 3, 3]), 2, 2, seeded(0))
     assert not paired.any()
     assert partners.min() >= 0
     assert partners.max() < 3
 
 
-def test_weights_are_beta_cut_to_its_middle() -> None:
-    found = draw_weights((100, 200), 20, torch.Generator().manual_seed(0), torch.device("cpu"))
+def test_mixing_weights_are_a_clipped_beta_distribution() -> None:
+    found = draw_weights((100, 200), 20, seeded(0), torch.device("cpu"))
     assert found.shape == (100, 200)
     assert found.min() >= 0.4
     assert found.max() <= 0.6
-    # Beta(20, 20) by adding up its density on a fine grid
+    # Beta(20, 20), numerically integrated
     xs = [(i + 0.5) / 20000 for i in range(20000)]
     density = [(x * (1 - x)) ** 19 for x in xs]
     total = sum(density)
@@ -57,7 +56,7 @@ def test_weights_are_beta_cut_to_its_middle() -> None:
     assert (found - 0.5).square().mean().item() == pytest.approx(variance, rel=0.05)
 
 
-def test_every_pair_of_classes_has_a_label_of_its_own() -> None:
+def test_pair_labels_are_unique() -> None:
     pairs = list(combinations(range(6), 2))
     one, other = (torch.tensor(column) for column in zip(*pairs, strict=True))
     found = pair_labels(one, other)
@@ -66,8 +65,8 @@ def test_every_pair_of_classes_has_a_label_of_its_own() -> None:
     assert pair_labels(torch.tensor([4]), torch.tensor([1])).item() == 4 * 3 // 2 + 1
 
 
-def test_the_contrastive_loss() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_contrastive_loss() -> None:
+    generator = seeded(0)
     queries = F.normalize(torch.randn(4, 3, generator=generator), dim=1).requires_grad_()
     keys = F.normalize(torch.randn(6, 3, generator=generator), dim=1)
     query_labels, key_labels = [0, 1, 0, 2], [0, 1, 0, 2, 1, 5]
@@ -86,10 +85,10 @@ def test_the_contrastive_loss() -> None:
     assert gradient.isfinite().all()
 
 
-def test_keys_leave_no_trace(few: Dataset, tmp_path: Path) -> None:
+def test_keys_leave_statistics_unchanged(few: Dataset, tmp_path: Path) -> None:
     method = in_task(FCS, few, tmp_path, 0)
     method.train()
-    images = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(8, 1, 8, 8, generator=seeded(0))
     before = copy.deepcopy(method.state_dict())
     keys = method.keys(images)
     assert not keys.requires_grad
@@ -98,11 +97,11 @@ def test_keys_leave_no_trace(few: Dataset, tmp_path: Path) -> None:
     twin = copy.deepcopy(method.model)
     torch.testing.assert_close(keys, F.normalize(twin(images).features, dim=1).detach())
     moved = dict(twin.named_buffers())["backbone.stem.norm.running_mean"]
-    assert not torch.equal(moved, before["model.backbone.stem.norm.running_mean"])  # where nobody puts them back
+    assert not torch.equal(moved, before["model.backbone.stem.norm.running_mean"])  # without restoring
 
 
-def test_what_goes_in(few: Dataset, tmp_path: Path) -> None:
-    """Turned images first, then mixed ones with the labels and weights of their pairs."""
+def test_inputs_are_rotated_then_mixed_images(few: Dataset, tmp_path: Path) -> None:
+    """Mixed images have the labels and weights of their pairs."""
     method = in_task(FCS, few, tmp_path, 1)
     rows = torch.cat([method.rows_of([1])[:1], method.rows_of([2])[:2], method.rows_of([3])[:2]])
     batch = method.world.train.fetch(rows, None, ("test",))
@@ -119,12 +118,12 @@ def test_what_goes_in(few: Dataset, tmp_path: Path) -> None:
         for i in range(1, 5):
             at, j, s = 20 + 5 * r + i, int(partners[r, i]), float(share[r, i])
             torch.testing.assert_close(images[at], s * batch.images[i] + (1 - s) * batch.images[j])
-            assert labels[at] == 16  # the one pair of two new classes, behind 4 x 4 outputs
+            assert labels[at] == 16  # the only pair of new classes, after 4 x 4 outputs
             assert batch.labels[j] != batch.labels[i]
 
 
-def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
-    """Each term by hand, image by image, on a method in the middle of its second task."""
+def test_increment_loss(few: Dataset, tmp_path: Path) -> None:
+    """Each term, image by image, in the second task."""
     method = in_task(FCS, few, tmp_path, 1, fcs={"lambda_contrast": 0.5, "lambda_transfer": 2.0})
     transfer, mixed = method.auxiliary.transfer, method.auxiliary.mixed
     assert transfer is not None
@@ -140,7 +139,7 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     method.world.generator.manual_seed(3)
     images, labels, weight = method.inputs(batch.images, batch.labels)
     drawn, classes = method.draw_prototypes(count)
-    ce = squares = moved = remembered = 0.0
+    ce = squares = moved = replayed = 0.0
     queries = []
     for image, label, w in zip(images, labels, weight.tolist(), strict=True):
         new, old = method.model.features(image[None])[0], method.teacher(image[None]).features[0]
@@ -151,27 +150,31 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
         queries.append(F.normalize(new, dim=0))
     for p, label in zip(drawn, classes, strict=True):
         z = method.model.head(transfer.weight @ p + transfer.bias) / 0.1
-        remembered += (z.logsumexp(0) - z[label]).item() / count
+        replayed += (z.logsumexp(0) - z[label]).item() / count
     keys = [
         F.normalize(method.model.features(image.rot90(k, (1, 2))[None])[0], dim=0)
         for image in batch.views[1]
         for k in range(4)
     ]
     keys += [F.normalize(p, dim=0) for p in drawn]
-    turned = 4 * count
+    rotated = 4 * count
     contrast = contrastive_loss(
-        torch.stack(queries[:turned]), torch.stack(keys), labels[:turned], torch.cat([labels[:turned], classes]), 0.07
+        torch.stack(queries[:rotated]),
+        torch.stack(keys),
+        labels[:rotated],
+        torch.cat([labels[:rotated], classes]),
+        0.07,
     )
     total = float(weight.sum())
-    assert 0 < total - turned < 4 * count  # some mixed images count, the old one's do not
+    assert 0 < total - rotated < 4 * count  # mixed images of the old image have weight 0
     assert terms["ce"].item() == pytest.approx(ce / total, rel=1e-4)
-    assert terms["distil"].item() == pytest.approx(3 * squares**0.5, rel=1e-3)  # 3: the digits' preset
+    assert terms["distil"].item() == pytest.approx(3 * squares**0.5, rel=1e-3)  # 3 in the preset for the digits
     assert terms["transfer"].item() == pytest.approx(2 * moved / total, rel=1e-3)
-    assert terms["prototypes"].item() == pytest.approx(10 * remembered, rel=1e-4)
+    assert terms["prototypes"].item() == pytest.approx(10 * replayed, rel=1e-4)
     assert terms["contrast"].item() == pytest.approx(0.5 * contrast.item(), rel=1e-3)
 
 
-def test_the_second_view_is_the_strong_one(few: Dataset, tmp_path: Path) -> None:
+def test_stages_have_a_strong_second_view(few: Dataset, tmp_path: Path) -> None:
     method = in_task(FCS, few, tmp_path, 0)
     assert [stage.views for task in method.world.tasks for stage in method.stages(task)] == [("train", "strong")] * 3
 
@@ -186,11 +189,11 @@ def test_prototype_draws_do_not_train_the_transfer(few: Dataset, tmp_path: Path)
     assert none is None
     assert torch.autograd.grad(terms["transfer"], [weight], retain_graph=True)[0].any()
     reached = torch.autograd.grad(terms["transfer"], [method.model.backbone.stem.conv.weight])[0]
-    assert reached.any()  # it holds the features too
+    assert reached.any()  # it also trains the features
 
 
-def test_what_lives_one_task(few: Dataset, tmp_path: Path) -> None:
-    """Mixed classes and transfer anew in each task, trained, never anchored; the transfer starts as identity."""
+def test_auxiliary_modules_exist_for_one_task(few: Dataset, tmp_path: Path) -> None:
+    """Mixed classes and transfer are created for each task, trained, and never anchored."""
     run = make_run(few, tmp_path, quick("fcs", "ivt", base_classes=3, tasks=1, fcs={"mixups": 2}))
     finish(run)
     base, last = (weights(run.snapshot_path(t)) for t in range(2))
@@ -204,15 +207,15 @@ def test_what_lives_one_task(few: Dataset, tmp_path: Path) -> None:
     assert not [name for name in own if "mixed" in name or "transfer" in name]
 
 
-def test_the_transfer_starts_as_the_identity(few: Dataset, tmp_path: Path) -> None:
+def test_transfer_starts_as_identity(few: Dataset, tmp_path: Path) -> None:
     method = in_task(FCS, few, tmp_path, 1)
     method.grow(method.world.tasks[1])
     assert method.auxiliary.transfer is not None
-    h = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    h = torch.randn(3, 8, generator=seeded(0))
     assert torch.equal(method.auxiliary.transfer(h), h)
 
 
-def test_old_prototypes_pass_through_the_transfer(
+def test_old_prototypes_are_mapped_by_the_transfer(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[tuple[Tensor, Tensor]] = []
@@ -235,18 +238,7 @@ def test_old_prototypes_pass_through_the_transfer(
     assert len(rows) == 2
 
 
-def test_one_class_at_a_time(few: Dataset, tmp_path: Path) -> None:
-    """No pairs, hence no mixed classes; the rest goes on."""
+def test_tasks_of_one_class_have_no_mixed_classes(few: Dataset, tmp_path: Path) -> None:
+    """All other terms remain."""
     record = finish(make_run(few, tmp_path, quick("fcs", base_classes=4, tasks=2)))
     assert set(record["losses"][-1]["terms"]) == {"ce", "distil", "transfer", "prototypes", "contrast"}
-
-
-def test_presets() -> None:
-    assert preset("fcs", "cifar100") == {"batch_size": 64}  # the authors'; the paper's 128 is two points worse
-    o = resolve({"method": "fcs", "dataset": "cifar100"}).options("fcs", FCS.Options)
-    assert (o.net, o.optimizer, o.lr, o.weight_decay) == ("resnet32-pycil", "adam", 1e-3, 2e-4)
-    assert (o.epochs, o.milestones, o.batch_size, o.radius) == (100, (45, 90), 64, "all")
-    assert resolve({"method": "fcs", "dataset": "imagenet-subset"}).sections["fcs"]["batch_size"] == 128
-    assert (o.lambda_contrast, o.contrast_temperature, o.lambda_transfer) == (0.1, 0.07, 1.0)
-    authors = preset("fcs", "cifar100", "authors")
-    assert (authors["net"], authors["epochs"], authors["batch_size"]) == ("resnet18-cifar", 101, 64)

@@ -1,4 +1,4 @@
-"""GeoDL: the flow kernel against the integral it stands for, and LUCIR's stages with another distillation."""
+"""GeoDL: the flow kernel is the integral along the geodesic; its loss replaces LUCIR's distillation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from incvec.data import Dataset
 from incvec.methods.geodl import GeoDL, flow_kernel, geodesic_loss, principal_basis
-from incvec.presets import preset
 from tests.conftest import make_run, quick
-from tests.methods.endings import in_task
+from tests.methods.tools import in_task
 
 
 def points(seed: int, n: int = 6, d: int = 10) -> Tensor:
@@ -27,7 +26,7 @@ def two_bases(near: float = 0.5) -> tuple[Tensor, Tensor]:
 
 
 def integrated(start: Tensor, end: Tensor, steps: int = 2000) -> Tensor:
-    """Sum of projections along the geodesic that leaves `start` in the direction of the Grassmann logarithm."""
+    """Numerical integral of the projections along the geodesic in the direction of the Grassmann logarithm."""
     tangent = (end - start @ (start.T @ end)) @ torch.linalg.inv(start.T @ end)
     u, s, v = torch.linalg.svd(tangent, full_matrices=False)
     angles = s.atan()
@@ -39,15 +38,15 @@ def integrated(start: Tensor, end: Tensor, steps: int = 2000) -> Tensor:
     return total
 
 
-def test_basis_is_orthonormal_and_spans_what_the_samples_span() -> None:
+def test_basis_is_orthonormal_and_spans_the_samples() -> None:
     features = points(2, n=4)
     basis = principal_basis(features, 4)
     torch.testing.assert_close(basis.T @ basis, torch.eye(4, dtype=torch.float64))
     torch.testing.assert_close(features @ basis @ basis.T, features)
-    kept = principal_basis(features, 2)
-    missed = (features - features @ kept @ kept.T).square().sum()
+    plane = principal_basis(features, 2)
+    residual = (features - features @ plane @ plane.T).square().sum()
     singular = torch.linalg.svdvals(features)
-    torch.testing.assert_close(missed, singular[2:].square().sum())  # no plane misses less
+    torch.testing.assert_close(residual, singular[2:].square().sum())  # the smallest residual of any plane
 
 
 @pytest.mark.parametrize("near", [0.05, 0.5, 3.0])
@@ -76,7 +75,7 @@ def test_kernel_of_lines_at_a_right_angle() -> None:
     torch.testing.assert_close(flow_kernel(e1, e2), expected)
 
 
-def test_losses_against_plain_sums() -> None:
+def test_geodesic_losses() -> None:
     old, new = points(3, 3, 4), points(4, 3, 4)
     root = points(6, 4, 4)
     kernel = root @ root.T
@@ -94,7 +93,7 @@ def test_losses_against_plain_sums() -> None:
 
 
 @pytest.mark.parametrize("form", ["paper", "released"])
-def test_the_loss_of_an_increment(form: str, few: Dataset, tmp_path: Path) -> None:
+def test_increment_loss(form: str, few: Dataset, tmp_path: Path) -> None:
     method = in_task(GeoDL, few, tmp_path, 2, geodl={"form": form, "lambda_margin": 1.0})
     assert method.teacher is not None
     batch = method.world.train.fetch(method.rows_of([3, 4, 5])[30:42], None, ("test",))
@@ -113,7 +112,7 @@ def test_the_loss_of_an_increment(form: str, few: Dataset, tmp_path: Path) -> No
     torch.testing.assert_close(terms["geodesic"].detach().double(), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_the_kernel_carries_no_gradient(few: Dataset, tmp_path: Path) -> None:
+def test_kernel_carries_no_gradient(few: Dataset, tmp_path: Path) -> None:
     method = in_task(GeoDL, few, tmp_path)
     old = F.normalize(points(7, 6, 32).float(), dim=1)
     new = F.normalize(points(8, 6, 32).float(), dim=1).requires_grad_()
@@ -124,14 +123,9 @@ def test_the_kernel_carries_no_gradient(few: Dataset, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_increments_say_why_they_run_eagerly(few: Dataset, tmp_path: Path) -> None:
+def test_increments_run_eagerly_with_a_reason(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("geodl"))
     next(iter(run.events()))
     method, tasks = run.parts.method, run.parts.tasks
     assert [stage.eager for stage in method.stages(tasks[0])] == [None]
     assert all(stage.eager and "synchronizes" in stage.eager for stage in method.stages(tasks[1]))
-
-
-def test_presets_differ_as_the_settings_do() -> None:
-    assert preset("geodl", "cifar100") == {}
-    assert preset("geodl", "cifar100", "authors") == {"form": "released"}

@@ -1,4 +1,4 @@
-"""LUCIR's losses restated by plain loops, imprinting, what each stage trains, and what is kept of old digits."""
+"""LUCIR: its losses restated as plain loops, imprinting, and the parameters of each stage."""
 
 from __future__ import annotations
 
@@ -16,59 +16,50 @@ from incvec.methods.lucir import LUCIR, less_forget, margin_ranking
 from incvec.nets import CosineHead
 from tests.addons.tools import watch
 from tests.conftest import weights
-from tests.methods.endings import ending, finished, old_accuracy, some_batch
+from tests.methods.tools import cosine, finished, randn, some_batch, trained
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def cosine(a: list[float], b: list[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
-
-
-def ranking_by_hand(cosines: list[list[float]], labels: list[int], n_old: int, margin: float, k: int) -> float:
+def expected_ranking(cosines: list[list[float]], labels: list[int], n_old: int, margin: float, k: int) -> float:
     hinges = []
     for row, y in zip(cosines, labels, strict=True):
         if y < n_old:
-            rivals = sorted(row[n_old:], reverse=True)[:k]
-            hinges += [max(0.0, margin - row[y] + rival) for rival in rivals]
+            negatives = sorted(row[n_old:], reverse=True)[:k]
+            hinges += [max(0.0, margin - row[y] + negative) for negative in negatives]
     return sum(hinges) / len(hinges) if hinges else 0.0
 
 
 def test_less_forget() -> None:
-    new, old = draw(3, 5), draw(3, 5, seed=1)
+    new, old = randn(3, 5), randn(3, 5, seed=1)
     want = sum(1 - cosine(a, b) for a, b in zip(new.tolist(), old.tolist(), strict=True)) / 3
     assert less_forget(new, old).item() == pytest.approx(want, rel=1e-9)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_margins_hold_old_samples_apart_from_the_nearest_new_classes(k: int) -> None:
-    cosines, labels, n_old = draw(6, 6).tanh(), [0, 5, 2, 3, 1, 2], 3
-    want = ranking_by_hand(cosines.tolist(), labels, n_old, 0.5, k)
+def test_margin_ranking(k: int) -> None:
+    cosines, labels, n_old = randn(6, 6).tanh(), [0, 5, 2, 3, 1, 2], 3
+    want = expected_ranking(cosines.tolist(), labels, n_old, 0.5, k)
     got = margin_ranking(cosines, torch.tensor(labels), n_old, 0.5, k)
     assert got.item() == pytest.approx(want, rel=1e-9)
     assert want > 0
 
 
-def test_a_batch_without_old_samples_has_no_margin_loss_and_a_finite_gradient() -> None:
-    cosines = draw(4, 5).tanh().requires_grad_()
+def test_margin_ranking_is_zero_without_old_samples() -> None:
+    cosines = randn(4, 5).tanh().requires_grad_()
     loss = margin_ranking(cosines, torch.tensor([3, 4, 4, 3]), 3, 0.5, 2)
     (gradient,) = torch.autograd.grad(loss, cosines)
     assert loss.item() == 0
     assert torch.count_nonzero(gradient) == 0
 
 
-def test_only_old_samples_are_pulled_by_the_margin() -> None:
-    cosines = draw(4, 5).tanh().requires_grad_()
+def test_margin_ranking_has_gradients_for_old_samples_only() -> None:
+    cosines = randn(4, 5).tanh().requires_grad_()
     loss = margin_ranking(cosines, torch.tensor([0, 4, 1, 3]), 3, 2.0, 2)
     (gradient,) = torch.autograd.grad(loss, cosines)
     assert [bool(row.any()) for row in gradient] == [True, False, True, False]
 
 
-def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
-    method = finished(few, tmp_path, "lucir", lambda_base=3.0, margin=0.9, hard_negatives=1).parts.method
-    assert isinstance(method, LUCIR)
+def test_increment_loss(few: Dataset, tmp_path: Path) -> None:
+    method = trained(LUCIR, few, tmp_path, lambda_base=3.0, margin=0.9, hard_negatives=1)
     assert method.teacher is not None
     method.eval()
     batch = some_batch(method)
@@ -81,16 +72,15 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     logits = torch.tensor(cosines) * head.scale
     torch.testing.assert_close(terms["ce"], F.cross_entropy(logits, batch.labels), rtol=1e-4, atol=1e-5)
     apart = [1 - cosine(a, b) for a, b in zip(output.features.tolist(), old.features.tolist(), strict=True)]
-    # four old classes and two new ones
+    # four old and two new classes
     assert terms["forget"].item() == pytest.approx(3 * math.sqrt(4 / 2) * sum(apart) / len(apart), rel=1e-3)
-    want = ranking_by_hand(cosines, batch.labels.tolist(), 4, 0.9, 1)
+    want = expected_ranking(cosines, batch.labels.tolist(), 4, 0.9, 1)
     assert terms["margin"].item() == pytest.approx(want, rel=1e-4)
     assert list(terms) == ["ce", "forget", "margin"]
 
 
 def test_new_rows_are_imprinted(few: Dataset, tmp_path: Path) -> None:
-    method = finished(few, tmp_path, "lucir").parts.method
-    assert isinstance(method, LUCIR)
+    method = trained(LUCIR, few, tmp_path)
     method.begin_task(method.task)
     blocks = [method.model.head[t].weight for t in range(3)]
     length = torch.cat(blocks[:2]).norm(dim=1).mean()
@@ -101,7 +91,7 @@ def test_new_rows_are_imprinted(few: Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_old_rows_move_in_the_balanced_stage_only(balanced: bool, few: Dataset, tmp_path: Path) -> None:
+def test_old_rows_are_trained_in_the_balanced_stage_only(balanced: bool, few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "lucir", balance_epochs=2 if balanced else 0)
     first, second = weights(run.snapshot_path(0)), weights(run.snapshot_path(1))
     rows = "method/model.head.blocks.0.weight"
@@ -112,24 +102,24 @@ def test_old_rows_move_in_the_balanced_stage_only(balanced: bool, few: Dataset, 
     assert second["store/memory"].shape == (4, 3)
 
 
-def test_the_balanced_stage_has_a_schedule_of_its_own_and_fixed_statistics(
+def test_balanced_stage_settings_and_frozen_statistics(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the frozen network: BatchNorm's statistics are the same before and after."""
+    """BatchNorm statistics are the same before and after."""
     statistics: list[Tensor] = []
 
-    def note(self: LUCIR, *_: object) -> None:
+    def record(self: LUCIR, *_: object) -> None:
         statistics.append(self.model.backbone.stem.norm.running_mean.clone())
 
-    watch(monkeypatch, LUCIR, "begin_stage", before=note)
-    watch(monkeypatch, LUCIR, "end_stage", before=note)
+    watch(monkeypatch, LUCIR, "begin_stage", before=record)
+    watch(monkeypatch, LUCIR, "end_stage", before=record)
     given = {"balance_epochs": 4, "balance_lr": 0.02, "balance_milestones": [1, 3], "weight_decay": 0.003, "gamma": 0.5}
     run = finished(few, tmp_path, "lucir", **given)
     main, balance = run.parts.method.stages(run.parts.tasks[1])
     assert (main.batchnorm, balance.batchnorm) == ("train", "frozen")
-    assert balance.schedule.factors(4, 1).tolist() == [1.0, 0.5, 0.5, 0.25]
+    assert balance.schedule.factors(4).tolist() == [1.0, 0.5, 0.5, 0.25]
     assert (balance.epochs, balance.groups[0].lr, balance.groups[0].weight_decay) == (4, 0.02, 0.003)
-    _, _, begun, trained, before, after, *_ = statistics  # of the base task, then of the two stages of the next
+    _, _, begun, trained, before, after, *_ = statistics  # base task, then the two stages of the next task
     assert not torch.equal(begun, trained)
     assert torch.equal(before, after)
 
@@ -139,11 +129,3 @@ def test_frozen_rows_are_not_teleported(few: Dataset, tmp_path: Path) -> None:
     parts = run.progress.statistics[2]["ivt"]
     assert "head.scale" in parts
     assert not [part for part in parts if part.startswith("head.blocks")]
-
-
-@pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_keeps_old_digits_where_finetuning_loses_them(addons: tuple[str, ...]) -> None:
-    record, plain = ending("lucir", *addons), ending("finetune")
-    assert record["classifier"] == "cnn"
-    assert old_accuracy(record) > 60
-    assert record["metrics"]["FM"] < plain["metrics"]["FM"] - 40

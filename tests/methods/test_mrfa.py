@@ -1,4 +1,4 @@
-"""MRFA: gradients at the layers, the push along them, the loss, and what it is good for."""
+"""MRFA: gradients at the layers, the perturbation along them, and the loss."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.methods.mrfa import MRFA, layer_gradients, perturbed, perturbed_logits
 from incvec.nets import Classifier, LinearHead, build_backbone
-from incvec.nets.batchnorm import batchnorm_mode
-from incvec.presets import preset, resolve
 from tests.conftest import make_run, quick
-from tests.methods.endings import in_task
+from tests.methods.tools import in_task, seeded
 
 
 @pytest.fixture
 def model() -> Classifier:
-    """Three classes, and running statistics that are not those of a fresh network."""
-    generator = torch.Generator().manual_seed(0)
+    """Three classes, with running statistics that have been updated."""
+    generator = seeded(0)
     backbone = build_backbone("tiny", channels=1, generator=generator)
     model = Classifier(backbone, LinearHead(backbone.width))
     model.grow(3, generator)
@@ -36,22 +34,22 @@ def model() -> Classifier:
 
 
 def images(count: int) -> Tensor:
-    return torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    return torch.randn(count, 1, 8, 8, generator=seeded(1))
 
 
-def test_by_layer_is_the_model_itself_where_nothing_is_disturbed(model: Classifier) -> None:
+def test_logits_without_perturbation_are_the_models(model: Classifier) -> None:
     seen = []
 
-    def note(number: int, h: Tensor) -> Tensor:
+    def record(number: int, h: Tensor) -> Tensor:
         seen.append((number, h.dim()))
         return h
 
     model.eval()
-    torch.testing.assert_close(perturbed_logits(model, images(4), note), model(images(4)).logits, rtol=0, atol=0)
+    torch.testing.assert_close(perturbed_logits(model, images(4), record), model(images(4)).logits, rtol=0, atol=0)
     assert seen == [(0, 4), (1, 4), (2, 2)]  # both stages of the tiny network, then the classifier
 
 
-def test_gradients_are_those_of_the_old_samples_alone(model: Classifier) -> None:
+def test_layer_gradients_of_old_samples(model: Classifier) -> None:
     x, labels = images(5), torch.tensor([0, 2, 1, 2, 0])
     old = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
     found = layer_gradients(model, x, labels, old)
@@ -66,8 +64,8 @@ def test_gradients_are_those_of_the_old_samples_alone(model: Classifier) -> None
         assert not whole[[1, 3]].any()
 
 
-def test_gradients_leave_no_trace(model: Classifier) -> None:
-    """Neither in the parameters' gradients, nor in the statistics, nor in any layer's mode."""
+def test_layer_gradients_leave_the_model_unchanged(model: Classifier) -> None:
+    """Parameter gradients, statistics and modes."""
     model.backbone.stem.norm.eval()
     before = copy.deepcopy(model.state_dict())
     modes = [module.training for module in model.modules()]
@@ -79,26 +77,15 @@ def test_gradients_leave_no_trace(model: Classifier) -> None:
         assert torch.equal(tensor, before[name]), name
 
 
-def test_no_old_sample_means_no_push(model: Classifier) -> None:
+def test_layer_gradients_are_zero_without_old_samples(model: Classifier) -> None:
     for gradient in layer_gradients(model, images(3), torch.tensor([0, 1, 2]), torch.zeros(3)):
         assert gradient.isfinite().all()
         assert not gradient.any()
 
 
-def test_modes_come_back_after_an_error(model: Classifier) -> None:
-    def fail() -> None:
-        with batchnorm_mode(model, training=False):
-            assert not model.backbone.stem.norm.training
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert model.backbone.stem.norm.training
-
-
 @pytest.mark.parametrize("shape", [(3, 2, 2, 2), (3, 5)])
-def test_the_push(shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(2)
+def test_perturbation(shape: tuple[int, ...]) -> None:
+    generator = seeded(2)
     h, gradient = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
     amount = torch.tensor([0.0, 0.01, 0.3])
     found = perturbed(h.requires_grad_(), gradient, amount)
@@ -106,11 +93,11 @@ def test_the_push(shape: tuple[int, ...]) -> None:
         energy = sum(value**2 for value in h[i].flatten().tolist())
         torch.testing.assert_close(found[i], h[i] + float(amount[i]) * energy * gradient[i])
     (back,) = torch.autograd.grad(found.sum(), h)
-    assert torch.equal(back, torch.ones(shape))  # nothing flows through the norm
+    assert torch.equal(back, torch.ones(shape))  # no gradient through the norm
 
 
-def pushed_logits(model: Classifier, x: Tensor, gradients: tuple[Tensor, ...], layer: Tensor, u: Tensor) -> Tensor:
-    """One image after the other in eval mode, pushed by a hook before the module of its layer."""
+def logits_one_by_one(model: Classifier, x: Tensor, gradients: tuple[Tensor, ...], layer: Tensor, u: Tensor) -> Tensor:
+    """Logits image by image in eval mode, with a hook that perturbs the input of the drawn layer."""
     modules = [*model.backbone.stages, model.head]
     rows = []
     for i in range(len(x)):
@@ -127,11 +114,11 @@ def pushed_logits(model: Classifier, x: Tensor, gradients: tuple[Tensor, ...], l
 
 
 @pytest.mark.parametrize("kind", ["scheduled", "sum"])
-def test_the_loss_of_an_increment(kind: str, few: Dataset, tmp_path: Path) -> None:
-    """Student and teacher pushed image by image through hooks, the terms summed up by hand."""
+def test_increment_loss(kind: str, few: Dataset, tmp_path: Path) -> None:
+    """Student and teacher are perturbed image by image."""
     method = in_task(MRFA, few, tmp_path, 2, mrfa={"strength": 0.5, "distillation": kind})
     assert isinstance(method.teacher, Classifier)
-    method.eval()  # so that no image sees another
+    method.eval()  # images do not influence each other
     rows = torch.cat([method.rows_of([0, 1, 2, 3])[::40], method.rows_of([4, 5])[::20]])
     batch = method.world.train.fetch(rows, None, ("test",))
     method.world.generator.manual_seed(3)
@@ -140,8 +127,8 @@ def test_the_loss_of_an_increment(kind: str, few: Dataset, tmp_path: Path) -> No
     layer = torch.randint(3, (len(rows),), generator=generator)
     u = torch.rand(len(rows), generator=generator) * (batch.labels < 4)
     gradients = layer_gradients(method.model, batch.images, batch.labels, (batch.labels < 4).float())
-    logits = pushed_logits(method.model, batch.images, gradients, layer, u)
-    targets = pushed_logits(method.teacher, batch.images, gradients, layer, u)
+    logits = logits_one_by_one(method.model, batch.images, gradients, layer, u)
+    targets = logits_one_by_one(method.teacher, batch.images, gradients, layer, u)
     plain = method.model(batch.images).logits
     assert not torch.allclose(logits[batch.labels < 4], plain[batch.labels < 4], rtol=1e-3)
     torch.testing.assert_close(logits[batch.labels >= 4], plain[batch.labels >= 4])
@@ -155,24 +142,24 @@ def test_the_loss_of_an_increment(kind: str, few: Dataset, tmp_path: Path) -> No
     assert terms["kd"].item() == pytest.approx(weights[1] * kd, rel=1e-3, abs=1e-6)
 
 
-def test_the_push_makes_old_samples_harder(few: Dataset, tmp_path: Path) -> None:
+def test_perturbation_increases_the_loss_of_old_samples(few: Dataset, tmp_path: Path) -> None:
     method = in_task(MRFA, few, tmp_path, mrfa={"strength": 0.3})
     method.eval()
     batch = method.world.train.fetch(method.rows_of([0, 1]), None, ("test",))
-    push = method.draw_perturbation(batch)
+    perturb = method.draw_perturbation(batch)
     with torch.no_grad():
-        harder = F.cross_entropy(perturbed_logits(method.model, batch.images, push), batch.labels)
+        harder = F.cross_entropy(perturbed_logits(method.model, batch.images, perturb), batch.labels)
         plain = F.cross_entropy(method.model(batch.images).logits, batch.labels)
     assert harder > plain
 
 
-def test_replay_alone_keeps_no_teacher(few: Dataset, tmp_path: Path) -> None:
+def test_distillation_none_has_no_teacher(few: Dataset, tmp_path: Path) -> None:
     method = in_task(MRFA, few, tmp_path, mrfa={"distillation": "none"})
     assert method.teacher is None
     assert set(method.loss(method.world.train.fetch(method.rows_of([1, 2])[:6], None, ("test",)))) == {"ce"}
 
 
-def test_memory_and_classifiers_over_the_tasks(few: Dataset, tmp_path: Path) -> None:
+def test_memory_and_classifiers(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("mrfa"))
     record = finish(run)
     assert list(record["classifiers"]) == ["nme", "cnn"]
@@ -185,14 +172,3 @@ def test_memory_and_classifiers_over_the_tasks(few: Dataset, tmp_path: Path) -> 
 
 def test_runs_in_mixed_precision(few: Dataset, tmp_path: Path) -> None:
     assert finish(make_run(few, tmp_path, quick("mrfa", "ivt", precision="bf16")))["metrics"]["AA"] > 0
-
-
-def test_presets() -> None:
-    assert preset("mrfa", "cifar100") == {}
-    o = resolve({"method": "mrfa", "dataset": "cifar100"}).options("mrfa", MRFA.Options)
-    assert (o.net, o.epochs, o.milestones, o.lr, o.batch_size, o.memory) == (
-        "resnet32-pycil", 160, (80, 120), 0.1, 128, 20,
-    )  # fmt: skip
-    assert (o.weight_decay, o.base_weight_decay) == (2e-4, 5e-4)
-    authors = preset("mrfa", "cifar100", "authors")
-    assert (authors["base_epochs"], authors["epochs"], authors["memory_total"]) == (200, 170, 2000)

@@ -1,4 +1,4 @@
-"""PODNet's losses restated by plain loops, and its state over two tasks."""
+"""PODNet: its losses restated as plain loops, its stages, teacher, exemplars and imprinting."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from torch import Tensor
 
 from incvec.contracts import Optimizer
 from incvec.data import Dataset
-from incvec.engine import events as ev
 from incvec.engine.run import finish
 from incvec.methods.podnet import PODNet, nca_loss, pod_flat, pod_spatial
-from incvec.presets import preset, resolve
-from tests.conftest import make_run, quick
-from tests.methods.endings import in_task, some_batch
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.conftest import make_run
+from tests.methods.tools import after_task, in_task, randn, some_batch
 
 
 def test_coded_nca() -> None:
-    scores, labels, eta, margin = draw(4, 3), [0, 2, 1, 1], 1.7, 0.6
+    scores, labels, eta, margin = randn(4, 3), [0, 2, 1, 1], 1.7, 0.6
     total = 0.0
     for row, y in zip(scores.tolist(), labels, strict=True):
         s = [eta * (value - margin) for value in row]
@@ -36,19 +30,19 @@ def test_coded_nca() -> None:
 
 
 def test_coded_nca_does_not_depend_on_the_margin() -> None:
-    scores, labels, eta = draw(5, 4), torch.tensor([0, 1, 2, 3, 0]), torch.tensor(1.3, dtype=torch.float64)
+    scores, labels, eta = randn(5, 4), torch.tensor([0, 1, 2, 3, 0]), torch.tensor(1.3, dtype=torch.float64)
     torch.testing.assert_close(nca_loss(scores, labels, eta, 0.0), nca_loss(scores, labels, eta, 0.6))
 
 
-def test_coded_nca_is_cross_entropy_where_the_target_wins() -> None:
-    scores, eta = draw(6, 4), torch.tensor(2.0, dtype=torch.float64)
+def test_coded_nca_is_cross_entropy_if_the_target_has_the_maximum() -> None:
+    scores, eta = randn(6, 4), torch.tensor(2.0, dtype=torch.float64)
     labels = scores.argmax(1)
-    want = torch.nn.functional.cross_entropy(eta * scores, labels)
-    torch.testing.assert_close(nca_loss(scores, labels, eta, 0.6), want)
+    expected = torch.nn.functional.cross_entropy(eta * scores, labels)
+    torch.testing.assert_close(nca_loss(scores, labels, eta, 0.6), expected)
 
 
-def test_the_papers_nca() -> None:
-    scores, labels, eta, margin = draw(4, 3, seed=1), [0, 2, 1, 0], 3.0, 0.6
+def test_nca_of_the_paper() -> None:
+    scores, labels, eta, margin = randn(4, 3, seed=1), [0, 2, 1, 0], 3.0, 0.6
     total = 0.0
     for row, y in zip(scores.tolist(), labels, strict=True):
         ratio = math.exp(eta * (row[y] - margin)) / sum(math.exp(eta * row[j]) for j in range(3) if j != y)
@@ -57,8 +51,8 @@ def test_the_papers_nca() -> None:
     assert loss.item() == pytest.approx(total / 4, rel=1e-12)
 
 
-def test_flat() -> None:
-    new, old = draw(3, 5), draw(3, 5, seed=1)
+def test_pod_flat() -> None:
+    new, old = randn(3, 5), randn(3, 5, seed=1)
     cosines = [
         sum(a * b for a, b in zip(n, o, strict=True)) / (math.hypot(*n) * math.hypot(*o))
         for n, o in zip(new.tolist(), old.tolist(), strict=True)
@@ -66,10 +60,10 @@ def test_flat() -> None:
     assert pod_flat(new, old).item() == pytest.approx(sum(1 - c for c in cosines) / 3, rel=1e-9)
 
 
-def test_spatial() -> None:
-    """Squares first, then sums over the width and over the height, each sample's vector normalized."""
-    new = (draw(2, 3, 4, 4).float(), draw(2, 5, 2, 2, seed=1).float())
-    old = (draw(2, 3, 4, 4, seed=2).float(), draw(2, 5, 2, 2, seed=3).float())
+def test_pod_spatial() -> None:
+    """Squares are summed over the width and over the height; the vector of each sample is normalized."""
+    new = (randn(2, 3, 4, 4).float(), randn(2, 5, 2, 2, seed=1).float())
+    old = (randn(2, 3, 4, 4, seed=2).float(), randn(2, 5, 2, 2, seed=3).float())
     total = 0.0
     for a, b in zip(new, old, strict=True):
         for n in range(2):
@@ -85,16 +79,16 @@ def test_spatial() -> None:
     assert pod_spatial(new, old).item() == pytest.approx(total / 2, rel=1e-5)
 
 
-def pooled_by_hand(maps: Tensor) -> Tensor:
-    """Sums of squares along each row and each column of every map, as one vector of length 1 a sample."""
+def expected_pooled(maps: Tensor) -> Tensor:
+    """Sums of squares along each row and each column of every map, as one unit vector per sample."""
     squares = maps.double() ** 2
     both = torch.cat([torch.einsum("nchw->nch", squares).flatten(1), torch.einsum("nchw->ncw", squares).flatten(1)], 1)
     return both / both.square().sum(1, keepdim=True).sqrt()
 
 
 @torch.no_grad()
-def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
-    """The whole of it, weights included, in the third task: six classes seen, four of them old, two new."""
+def test_increment_loss(few: Dataset, tmp_path: Path) -> None:
+    """All terms with their weights, in the third task: six classes seen, four of them old."""
     given = {"lambda_flat": 0.7, "lambda_spatial": 5.0}
     method = in_task(PODNet, few, tmp_path, 2, podnet=given)
     assert method.teacher is not None
@@ -113,7 +107,7 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     a, b = new.features.double(), old.features.double()
     flat = (1 - (a * b).sum(1) / (a.square().sum(1) * b.square().sum(1)).sqrt()).mean()
     distances = [
-        (pooled_by_hand(one) - pooled_by_hand(other)).square().sum(1).sqrt().mean().item()
+        (expected_pooled(one) - expected_pooled(other)).square().sum(1).sqrt().mean().item()
         for one, other in zip(new.maps, old.maps, strict=True)
     ]
     factor = math.sqrt((4 + 2) / 2)
@@ -122,51 +116,27 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     assert terms["spatial"].item() == pytest.approx(5.0 * factor * sum(distances) / len(distances), rel=1e-3)
 
 
-def test_the_base_task_distils_nothing(few: Dataset, tmp_path: Path) -> None:
+def test_base_task_has_no_distillation(few: Dataset, tmp_path: Path) -> None:
     method = in_task(PODNet, few, tmp_path, 0)
     assert list(method.loss(some_batch(method)._replace(labels=torch.zeros(24, dtype=torch.int64)))) == ["nca"]
 
 
-def test_presets() -> None:
-    assert preset("podnet", "cifar100") == {}
-    o = resolve({"method": "podnet", "dataset": "cifar100"}).options("podnet", PODNet.Options)
-    assert (o.lambda_spatial, o.lambda_flat, o.proxies, o.margin, o.nca, o.clamp) == (3.0, 1.0, 10, 0.6, "coded", 5.0)
-    assert (o.net, o.optimizer, o.lr, o.momentum, o.weight_decay) == ("resnet32-rebuffi", "sgd", 0.1, 0.9, 5e-4)
-    assert (o.schedule, o.epochs, o.batch_size, o.memory) == ("cosine", 160, 128, 20)
-    assert (o.balance_epochs, o.balance_lr) == (20, 0.05)
-    for dataset, decay in {"imagenet-subset": 5e-4, "imagenet": 1e-4, "tiny-imagenet-100": 5e-4}.items():
-        o = resolve({"method": "podnet", "dataset": dataset}).options("podnet", PODNet.Options)
-        assert (o.lambda_spatial, o.lambda_flat, o.balance_lr, o.weight_decay) == (8.0, 10.0, 0.01, decay)
-        assert (o.epochs, o.lr, o.batch_size, o.schedule) == (90, 0.1, 128, "cosine")
-
-
-def test_the_balanced_stage(few: Dataset, tmp_path: Path) -> None:
-    """A constant rate of its own, the main stage's decay and optimizer, BatchNorm in train mode."""
+def test_balanced_stage_settings(few: Dataset, tmp_path: Path) -> None:
+    """A constant learning rate, the main stage's weight decay and optimizer, BatchNorm in train mode."""
     given = {"balance_lr": 0.03, "weight_decay": 0.007, "balance_epochs": 4, "lr": 0.2, "momentum": 0.8}
     method = in_task(PODNet, few, tmp_path, 0, podnet=given)
     main, balance = method.stages(method.world.tasks[1])
     assert (main.groups[0].lr, main.groups[0].weight_decay, main.schedule.kind) == (0.2, 0.007, "cosine")
     (group,) = balance.groups
     assert (group.lr, group.weight_decay) == (0.03, 0.007)
-    assert balance.schedule.factors(4, 2).tolist() == [1.0] * 8
+    assert balance.schedule.factors(4).tolist() == [1.0] * 4
     assert (balance.role, balance.epochs, balance.batch_size) == ("balance", 4, 32)
     assert balance.optimizer == main.optimizer == Optimizer("sgd", momentum=0.8)
     assert (balance.batchnorm, balance.views) == ("train", ("train",))
 
 
-def turned(few: Dataset, tmp_path: Path, until: int, **given: object) -> PODNet:
-    """The method of a run that has just ended task `until`."""
-    run = make_run(few, tmp_path, quick("podnet", **given))  # type: ignore[arg-type]
-    for event in run.events():
-        if isinstance(event, ev.TaskEnded) and event.task == until:
-            break
-    method = run.parts.method
-    assert isinstance(method, PODNet)
-    return method
-
-
-def test_stages_train_what_they_should(few: Dataset, tmp_path: Path) -> None:
-    method = turned(few, tmp_path, 1)
+def test_parameters_of_each_stage(few: Dataset, tmp_path: Path) -> None:
+    method = after_task(PODNet, few, tmp_path, 1)
     main, balance = method.stages(method.world.tasks[1])
     names = [name for name, _ in method.named_parameters() if not name.startswith("teacher.")]
     trained = {name for name in names if any(group.owns(name) for group in main.groups)}
@@ -177,9 +147,9 @@ def test_stages_train_what_they_should(few: Dataset, tmp_path: Path) -> None:
     assert len(method.stages(method.world.tasks[0])) == 1
 
 
-def test_memory_grows_by_task_and_is_never_chosen_again(few: Dataset, tmp_path: Path) -> None:
-    first = turned(few, tmp_path / "a", 0).store["memory"]
-    method = turned(few, tmp_path / "b", 1)
+def test_exemplars_are_selected_once(few: Dataset, tmp_path: Path) -> None:
+    first = after_task(PODNet, few, tmp_path / "a", 0).store["memory"]
+    method = after_task(PODNet, few, tmp_path / "b", 1)
     second = method.store["memory"]
     assert first.shape == (2, 3)
     assert second.shape == (4, 3)
@@ -188,7 +158,7 @@ def test_memory_grows_by_task_and_is_never_chosen_again(few: Dataset, tmp_path: 
     assert torch.equal(labels, torch.arange(4)[:, None].expand(4, 3))
 
 
-def test_the_oracle_trains_on_all_images_of_the_classes_seen(few: Dataset, tmp_path: Path) -> None:
+def test_oracle_trains_on_all_images_of_the_classes_seen(few: Dataset, tmp_path: Path) -> None:
     method = in_task(PODNet, few, tmp_path, 1, oracle=True)
     wanted = (method.world.train.labels < method.task.n_seen).nonzero().flatten()
     stages = method.stages(method.task)
@@ -197,9 +167,9 @@ def test_the_oracle_trains_on_all_images_of_the_classes_seen(few: Dataset, tmp_p
         assert torch.equal(method.begin_stage(method.task, stage).sort().values, wanted)
 
 
-def test_the_teacher_is_the_model_before(few: Dataset, tmp_path: Path) -> None:
-    before = turned(few, tmp_path / "a", 0)
-    after = turned(few, tmp_path / "b", 1)
+def test_teacher_is_the_previous_model(few: Dataset, tmp_path: Path) -> None:
+    before = after_task(PODNet, few, tmp_path / "a", 0)
+    after = after_task(PODNet, few, tmp_path / "b", 1)
     assert after.teacher is not None
     want = before.model.state_dict()
     got = after.teacher.state_dict()
@@ -209,22 +179,22 @@ def test_the_teacher_is_the_model_before(few: Dataset, tmp_path: Path) -> None:
     assert not any(p.requires_grad for p in after.teacher.parameters())
 
 
-def test_imprinted_proxies_have_the_old_ones_mean_norm(few: Dataset, tmp_path: Path) -> None:
-    method = turned(few, tmp_path, 0)
+def test_imprinted_proxies_have_the_mean_norm_of_old_proxies(few: Dataset, tmp_path: Path) -> None:
+    method = after_task(PODNet, few, tmp_path, 0)
     task = method.world.tasks[1]
     method.task = task
     method.grow(task)
     method.begin_task(task)
     old, new = method.model.head[0].weight, method.model.head[1].weight
     assert new.shape == (2 * 2, old.shape[1])
-    # k-means centers of unit vectors lie inside the unit ball: norms are at most the old mean, and near it
+    # k-means centers of unit vectors lie in the unit ball, so norms are at most the old mean
     ratio = new.norm(dim=1) / old.norm(dim=1).mean()
     assert bool((ratio <= 1 + 1e-5).all())
     assert bool((ratio > 0.3).all())
 
 
 def test_gradients_are_clamped(few: Dataset, tmp_path: Path) -> None:
-    method = turned(few, tmp_path, 0)
+    method = after_task(PODNet, few, tmp_path, 0)
     parameter = method.model.head[0].weight
     parameter.grad = torch.linspace(-9, 9, parameter.numel()).reshape(parameter.shape)
     method.gradients({"w": parameter})

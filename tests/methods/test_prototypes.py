@@ -1,4 +1,4 @@
-"""What PASS and FCS share: class statistics, draws around prototypes, and the state they leave in the store."""
+"""The base class of PASS and FCS: class statistics, draws around prototypes, and the store."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from incvec.data import Dataset
 from incvec.engine.run import Run, finish
 from incvec.methods.prototypes import PrototypeMethod, class_variances, draw_around, feature_distance
 from tests.conftest import make_run, quick, weights
+from tests.methods.tools import seeded
 
 HOSTS = ["pass", "fcs"]
 
 
-def test_spread_is_the_trace_of_the_unbiased_covariance() -> None:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(12, 3, generator=generator) * 2 + 50  # far from 0: a difference of squares would lose it
+def test_class_variances() -> None:
+    generator = seeded(0)
+    features = torch.randn(12, 3, generator=generator) * 2 + 50  # far from 0: E[x^2] - E[x]^2 would lose precision
     labels = torch.tensor([0, 1, 2, 1, 0, 1, 2, 2, 1, 0, 0, 3])
     means = torch.stack([features[labels == c].mean(0) for c in range(4)])
     found = class_variances(features, labels, means)
@@ -31,8 +32,8 @@ def test_spread_is_the_trace_of_the_unbiased_covariance() -> None:
     assert found[3] == 0  # one sample
 
 
-def test_draws_lie_around_their_prototypes() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_draws_around_prototypes() -> None:
+    generator = seeded(0)
     prototypes = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, -10.0]])
     drawn, classes = draw_around(prototypes, torch.tensor(0.5), 6000, generator)
     assert drawn.shape == (6000, 2)
@@ -46,7 +47,7 @@ def test_draws_lie_around_their_prototypes() -> None:
     assert torch.equal(again[1], classes)
 
 
-def test_distance_is_one_norm_over_the_matrix() -> None:
+def test_feature_distance_is_one_norm_over_the_matrix() -> None:
     new, old = torch.tensor([[1.0, 2.0], [0.0, 5.0]]), torch.tensor([[0.0, 0.0], [3.0, 1.0]])
     assert feature_distance(new, old).item() == pytest.approx((1 + 4 + 9 + 16) ** 0.5)
     assert feature_distance(new, old, torch.tensor([0.0, 1.0])).item() == pytest.approx(5.0)
@@ -56,13 +57,13 @@ def test_distance_is_one_norm_over_the_matrix() -> None:
 
 
 def features_by_class(run: Run, view: str = "test") -> list[Tensor]:
-    """Features of every class's training images under the run's final weights, image by image."""
+    """Features of the training images of each class with the final weights, image by image."""
     method, train = run.parts.method, run.parts.world.train
     method.eval()
     found = []
     for c in range(6):
         rows = torch.arange(len(train.labels))[train.labels == c]
-        batch = train.fetch(rows, torch.Generator().manual_seed(0), (view,))
+        batch = train.fetch(rows, seeded(0), (view,))
         with torch.no_grad():
             found.append(torch.cat([method.model(batch.images[i : i + 1]).features for i in range(len(rows))]))
     return found
@@ -70,15 +71,13 @@ def features_by_class(run: Run, view: str = "test") -> list[Tensor]:
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_statistics_are_those_of_the_delivered_weights(
-    host: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path
-) -> None:
-    """IVT moves the weights after the very last epoch here (interval 1): the prototypes must come after that."""
+def test_statistics_use_the_final_weights(host: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+    """Also after IVT's teleport following the last epoch (interval 1)."""
     run = make_run(few, tmp_path, quick(host, *addons))
     finish(run)
     store = run.parts.method.store
     features = features_by_class(run)
-    for c in (4, 5):  # the last task's
+    for c in (4, 5):  # of the last task
         torch.testing.assert_close(store["prototypes"][c], features[c].mean(0), atol=1e-5, rtol=1e-5)
         trace = np.trace(np.cov(features[c].double().numpy().T)) / 8
         assert store["spread"][c].item() == pytest.approx(trace, rel=1e-3)
@@ -87,7 +86,7 @@ def test_statistics_are_those_of_the_delivered_weights(
 
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("radius", ["base", "all"])
-def test_the_store_over_three_tasks(host: str, radius: str, few: Dataset, tmp_path: Path) -> None:
+def test_store_over_three_tasks(host: str, radius: str, few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick(host, **{host: {"radius": radius}}))
     finish(run)
     states = [weights(run.snapshot_path(t)) for t in range(3)]
@@ -108,8 +107,8 @@ def test_the_store_over_three_tasks(host: str, radius: str, few: Dataset, tmp_pa
 
 
 @pytest.mark.parametrize(("draws", "count"), [("batch", 5), ("ratio", 10)])
-def test_how_many_are_drawn(draws: str, count: int, few: Dataset, tmp_path: Path) -> None:
-    """Four classes are old and two new in the third task."""
+def test_number_of_prototype_draws(draws: str, count: int, few: Dataset, tmp_path: Path) -> None:
+    """The third task has four old and two new classes."""
     run = make_run(few, tmp_path, quick("pass", **{"pass": {"draws": draws}}))
     finish(run)
     method = run.parts.method
@@ -130,12 +129,12 @@ def test_prototypes_in_the_training_view(few: Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_only_outputs_of_unturned_images_classify(host: str, few: Dataset, tmp_path: Path) -> None:
+def test_outputs_without_rotation_classify(host: str, few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick(host))
     record = finish(run)
     assert list(record["classifiers"]) == ["cnn", "nme"]
     method = run.parts.method.eval()
-    images = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = torch.rand(3, 1, 8, 8, generator=seeded(0))
     logits: Any = method.model(images).logits
     assert logits.shape == (3, 24)
     assert torch.equal(method(images)["cnn"], torch.stack([logits[:, 4 * c] for c in range(6)], 1))

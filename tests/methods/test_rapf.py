@@ -1,4 +1,4 @@
-"""RAPF: fusion, close pairs and losses restated; the towers rest."""
+"""RAPF: fusion, close pairs and losses restated; the towers are frozen."""
 
 from __future__ import annotations
 
@@ -15,38 +15,28 @@ from incvec.data import Dataset
 from incvec.data.gaussians import draw
 from incvec.methods.rapf import RAPF, close_pairs, draws_per_step, fuse, separation
 from tests.conftest import weights
-from tests.methods.endings import cross_entropy, finished
+from tests.methods.tools import cross_entropy, finished, seeded, trained
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def built(few: Dataset, tmp_path: Path, **options: Any) -> RAPF:
-    method = finished(few, tmp_path, "rapf", **options).parts.method
-    assert isinstance(method, RAPF)
-    return method.eval()
-
-
-def test_fusion_by_hand() -> None:
+def test_fuse() -> None:
     old, new = (
         torch.randn(4, 4, generator=seeded(), dtype=torch.float64),
         torch.randn(4, 4, generator=seeded(1)).double(),
     )
     u, s, vt = torch.linalg.svd(old)
-    p, kept = u.T @ new, torch.diag(s) @ vt
+    p, q = u.T @ new, torch.diag(s) @ vt
     wanted = torch.zeros(4, 4, dtype=torch.float64)
-    largest = max(abs(float(p[i, j] - kept[i, j])) for i in range(4) for j in range(4))
+    largest = max(abs(float(p[i, j] - q[i, j])) for i in range(4) for j in range(4))
     for i in range(4):
         for j in range(4):
-            share = min(abs(float(p[i, j] - kept[i, j])) / largest + 0.6, 1.0)
-            wanted[i, j] = p[i, j] * share + kept[i, j] * (1 - share)
+            share = min(abs(float(p[i, j] - q[i, j])) / largest + 0.6, 1.0)
+            wanted[i, j] = p[i, j] * share + q[i, j] * (1 - share)
     torch.testing.assert_close(fuse(old, new, 0.6), u @ wanted)
     torch.testing.assert_close(fuse(old, new, 1.0), new)
     torch.testing.assert_close(fuse(old, old.clone(), 0.0), old)
 
 
-def test_close_pairs_are_old_and_new() -> None:
+def test_close_pairs() -> None:
     angles = torch.tensor([0.0, 1.0, 0.1, 1.2, 3.0])
     texts = torch.stack([angles.cos(), angles.sin()], 1)
     assert close_pairs(texts, 2, 0.3).tolist() == [[0, 2], [1, 3]]
@@ -54,7 +44,7 @@ def test_close_pairs_are_old_and_new() -> None:
     assert close_pairs(texts, 2, 0.01).shape == (0, 2)
 
 
-def test_separation_by_hand() -> None:
+def test_separation() -> None:
     vectors, texts = (F.normalize(torch.randn(n, 3, generator=seeded(n)), dim=1) for n in (4, 5))
     pairs = torch.tensor([[0, 3], [1, 4]])
     total = 0.0
@@ -67,34 +57,34 @@ def test_separation_by_hand() -> None:
 @pytest.mark.parametrize(
     ("steps", "n_old", "wanted"),
     [
-        (50, 10, (2, 20)),  # CIFAR-100 in 10 tasks, the authors' own setting
-        (25, 50, (4, 20)),  # and theirs for tasks of 5 classes
+        (50, 10, (2, 20)),  # CIFAR-100 in 10 tasks, the authors' setting
+        (25, 50, (4, 20)),  # tasks of 5 classes, the authors' setting
         (100, 20, (1, 20)),  # CIFAR-100 in 5 tasks
-        (6, 10, (10, 33)),  # FGVC-Aircraft in 10 tasks: all old classes there are, and more of each
+        (6, 10, (10, 33)),  # FGVC-Aircraft in 10 tasks: all old classes, with more draws
         (6, 50, (17, 20)),
-        (13, 20, (8, 19)),  # and in 5
+        (13, 20, (8, 19)),  # in 5 tasks
         (500, 10, (1, 4)),
     ],
 )
-def test_an_epoch_draws_about_2000_of_old_classes(steps: int, n_old: int, wanted: tuple[int, int]) -> None:
+def test_draws_per_step(steps: int, n_old: int, wanted: tuple[int, int]) -> None:
     classes, each = draws_per_step(2000, steps, n_old, 20)
     assert (classes, each) == wanted
     assert steps * classes * each == pytest.approx(2000, rel=0.05)
 
 
 @pytest.mark.parametrize("batch_size", [10, 40, 1000])
-def test_an_epoch_of_a_run_draws_as_many(
+def test_draws_per_epoch_of_a_run(
     batch_size: int, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two classes of 40 images a task: 8, 2 and 1 steps of 1 epoch; the last task has 4 old classes."""
+    """Two classes of 40 images per task: 8, 2 and 1 steps in one epoch; the last task has 4 old classes."""
     drawn: list[int] = []
 
-    def noting(means: Tensor, *given: Any) -> Tensor:
-        found = draw(means, *given)
-        drawn.append(len(found))
-        return found
+    def recording(means: Tensor, *given: Any) -> Tensor:
+        result = draw(means, *given)
+        drawn.append(len(result))
+        return result
 
-    monkeypatch.setattr("incvec.methods.rapf.draw", noting)
+    monkeypatch.setattr("incvec.methods.rapf.draw", recording)
     own = {"epochs": 1, "batch_size": batch_size, "threshold": 0.0, "old_classes": None, "draws": 240}
     finished(few, tmp_path, "rapf", **own)
     steps = {10: 8, 40: 2, 1000: 1}[batch_size]
@@ -103,8 +93,8 @@ def test_an_epoch_of_a_run_draws_as_many(
 
 
 @pytest.mark.parametrize("threshold", [0.0, 10.0], ids=["no pairs", "all pairs"])
-def test_the_loss_of_a_step(threshold: float, few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, threshold=threshold, samples=3)
+def test_loss(threshold: float, few: Dataset, tmp_path: Path) -> None:
+    method = trained(RAPF, few, tmp_path, threshold=threshold, samples=3).eval()
     task = method.task
     method.store["means"], method.store["factors"] = (method.store[name][: task.n_old] for name in ("means", "factors"))
     method.begin_task(task)
@@ -126,7 +116,7 @@ def test_the_loss_of_a_step(threshold: float, few: Dataset, tmp_path: Path) -> N
     assert len(method.store["pairs"]) == (8 if threshold > 0 else 0)
 
 
-def test_only_the_matrix_moves_and_is_fused(few: Dataset, tmp_path: Path) -> None:
+def test_only_the_matrix_is_trained(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "rapf")
     first, last = weights(run.snapshot_path(0)), weights(run.snapshot_path(2))
     for name, _ in run.parts.method.named_parameters():
@@ -136,8 +126,8 @@ def test_only_the_matrix_moves_and_is_fused(few: Dataset, tmp_path: Path) -> Non
     assert torch.equal(last["store/means"][:2], first["store/means"])
 
 
-def test_the_end_of_a_stage_fuses(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, fusion=0.3)
+def test_matrices_are_fused_at_the_end_of_a_stage(few: Dataset, tmp_path: Path) -> None:
+    method = trained(RAPF, few, tmp_path, fusion=0.3).eval()
     adapter: Any = method.model.adapter.weight
     old = torch.randn(16, 16, generator=seeded())
     method.store["before"] = old

@@ -1,4 +1,4 @@
-"""SLCA: Gaussians, scales and normalized logits restated; the alignment stage in both forms."""
+"""SLCA: Gaussians, scales and normalized logits restated; the alignment in both forms."""
 
 from __future__ import annotations
 
@@ -18,20 +18,10 @@ from incvec.engine import events as ev
 from incvec.engine.run import finish
 from incvec.methods.slca import SLCA, NormalHead, mean_scales, normalized_logits
 from tests.conftest import make_run, quick, weights
-from tests.methods.endings import cross_entropy, finished
+from tests.methods.tools import cross_entropy, finished, seeded, trained
 
 
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def built(few: Dataset, tmp_path: Path, **options: Any) -> SLCA:
-    method = finished(few, tmp_path, "slca", **options).parts.method
-    assert isinstance(method, SLCA)
-    return method.eval()
-
-
-def test_class_gaussians_are_means_and_covariances() -> None:
+def test_class_gaussians() -> None:
     features, labels = torch.randn(40, 3, generator=seeded()), torch.arange(40) % 4
     means, factors = class_gaussians(features, labels, range(1, 3), ridge=0.01)
     for row, label in enumerate((1, 2)):
@@ -54,7 +44,7 @@ def test_shrunk_covariances() -> None:
     torch.testing.assert_close((factors[0] @ factors[0].T).double(), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_draws_have_their_classes_mean_and_covariance() -> None:
+def test_draws_have_the_mean_and_covariance_of_their_class() -> None:
     means, factors = torch.tensor([[5.0, 0.0], [-3.0, 1.0]]), torch.tensor([[[1.0, 0], [0.5, 2]], [[0.1, 0], [0, 0.1]]])
     batch = GaussianSource(means, factors, torch.tensor([1.0, 2.0])).fetch(torch.tensor([1, 0] * 4000), seeded())
     assert torch.equal(batch.labels, torch.tensor([1, 0] * 4000))
@@ -65,43 +55,43 @@ def test_draws_have_their_classes_mean_and_covariance() -> None:
     assert several.shape == (6, 2)
     assert (several[:3, 0] < 0).all()
     assert (several[3:, 0] > 0).all()
-    kept = FeatureSource(means, torch.tensor([7, 8])).fetch(torch.tensor([1, 1, 0]), None)
-    assert kept.images.tolist() == [[-3, 1], [-3, 1], [5, 0]]
-    assert kept.labels.tolist() == [8, 8, 7]
+    unaligned = FeatureSource(means, torch.tensor([7, 8])).fetch(torch.tensor([1, 1, 0]), None)
+    assert unaligned.images.tolist() == [[-3, 1], [-3, 1], [5, 0]]
+    assert unaligned.labels.tolist() == [8, 8, 7]
 
 
-def test_scales_of_the_means() -> None:
+def test_mean_scales() -> None:
     tasks = split(6, 0, 3)
     assert mean_scales(tasks, 0) == [1.0, 1.0]
     assert mean_scales(tasks, 2) == pytest.approx([0.9 + 0.1 / 3] * 2 + [0.9 + 0.2 / 3] * 2 + [1.0] * 2)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_normalized_logits(own: bool) -> None:
+@pytest.mark.parametrize("per_task", [False, True])
+def test_normalized_logits(per_task: bool) -> None:
     logits = [[3.0, 4.0, 1.0], [0.0, 2.0, -6.0]]
-    found = normalized_logits(torch.tensor(logits), [0, 2, 3], 0.1, own)
+    found = normalized_logits(torch.tensor(logits), [0, 2, 3], 0.1, per_task)
     for given, row in zip(logits, found.tolist(), strict=True):
         norms = (math.hypot(given[0], given[1]), abs(given[2]))
-        if own:
+        if per_task:
             wanted = [given[0] / norms[0], given[1] / norms[0], given[2] / norms[1]]
         else:
             wanted = [value / (sum(norms) / 2) for value in given]
         assert row == pytest.approx([value / 0.1 for value in wanted], rel=1e-4)
 
 
-def test_the_heads_rows_start_small() -> None:
+def test_initial_rows_of_the_head() -> None:
     head = NormalHead(50)
     block = head.grow(200, seeded())
     weight = block.weight.detach()
     assert weight.abs().max() <= 0.0401
-    assert weight.std().item() == pytest.approx(0.02 * 0.8796, rel=0.03)  # of a normal cut off at two deviations
+    assert weight.std().item() == pytest.approx(0.02 * 0.8796, rel=0.03)  # a normal truncated at two std
     assert block.bias is not None
     assert not block.bias.any()
 
 
 @pytest.mark.parametrize("compat", ["paper", "spu"])
-def test_the_alignment_loss_of_two_towers(compat: str, few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, compat=compat)
+def test_alignment_loss_of_two_towers(compat: str, few: Dataset, tmp_path: Path) -> None:
+    method = trained(SLCA, few, tmp_path, compat=compat).eval()
     align = method.stages(method.task)[1]
     rows = method.begin_stage(method.task, align)
     assert torch.bincount(rows).tolist() == [16] * 6
@@ -124,8 +114,8 @@ def test_the_alignment_loss_of_two_towers(compat: str, few: Dataset, tmp_path: P
     assert found["align"].item() == pytest.approx(cross_entropy(logits, labels.tolist()), rel=1e-3)
 
 
-def test_classes_to_come_have_a_column_of_zeros_as_in_spu(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, compat="spu")
+def test_compat_spu_has_zero_columns_for_future_classes(few: Dataset, tmp_path: Path) -> None:
+    method = trained(SLCA, few, tmp_path, compat="spu").eval()
     method.begin_stage(method.task, method.stages(method.task)[1])
     method.store["sentences"] = method.store["sentences"][:4]
     method.task = method.world.tasks[1]
@@ -142,19 +132,19 @@ def test_classes_to_come_have_a_column_of_zeros_as_in_spu(few: Dataset, tmp_path
     assert found.item() == pytest.approx(cross_entropy(rows, labels.tolist()), rel=1e-4)
 
 
-def test_the_alignment_uses_the_first_batch_of_an_epoch_as_in_spu(
+def test_compat_spu_uses_the_first_batch_of_an_epoch(
     few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their loop restated: a batch is cut out of what the cut before has left, so that only the first has any rows."""
+    """Their loop slices each batch from the previous one, so only the first has rows."""
     epochs, size, classes = 2, 16, 6
     drawn: list[Batch] = []
     fetch = GaussianSource.fetch
 
-    def noting(self: GaussianSource, *given: Any) -> Batch:
+    def recording(self: GaussianSource, *given: Any) -> Batch:
         drawn.append(fetch(self, *given))
         return drawn[-1]
 
-    monkeypatch.setattr(GaussianSource, "fetch", noting)
+    monkeypatch.setattr(GaussianSource, "fetch", recording)
     options = {"compat": "spu", "align_epochs": epochs, "samples": size, "align_batch_size": size, "align_lr": 0.01}
     run = make_run(few, tmp_path, quick("slca", slca=options))
     for event in run.events():
@@ -183,7 +173,7 @@ def test_the_alignment_uses_the_first_batch_of_an_epoch_as_in_spu(
     assert not [name for name in weights(run.snapshot_path(2)) if "align_steps" in name]
 
 
-def test_the_alignment_moves_the_projections_alone(few: Dataset, tmp_path: Path) -> None:
+def test_alignment_trains_only_the_projections(few: Dataset, tmp_path: Path) -> None:
     plain, aligned = (finished(few, tmp_path / str(n), "slca", align_epochs=n) for n in (0, 2))
     before, after = weights(plain.snapshot_path(0)), weights(aligned.snapshot_path(0))
     for name, _ in aligned.parts.method.named_parameters():
@@ -200,7 +190,7 @@ def test_old_classes_keep_their_statistics(few: Dataset, tmp_path: Path) -> None
     assert "store/sentences" not in last
 
 
-def test_the_original_form(few: Dataset, tmp_path: Path) -> None:
+def test_linear_form(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "slca", form="linear", head_rate=100.0, align_lr=0.01)
     method = run.parts.method
     assert isinstance(method, SLCA)
@@ -213,24 +203,24 @@ def test_the_original_form(few: Dataset, tmp_path: Path) -> None:
     assert align.groups[0].prefixes == ("model.head.blocks",)
     names = [name for name, _ in method.model.named_parameters()]
     assert not [name for name in names if "text" in name]
-    # The head trained for a task is put back before the next one; what is evaluated is the aligned one.
+    # The aligned head is evaluated; the trained head is restored before the next task.
     last = weights(run.snapshot_path(2))
-    kept = [name for name in last if name.startswith("store/unaligned.")]
-    assert len(kept) == 6
-    for name in kept:
+    unaligned = [name for name in last if name.startswith("store/unaligned.")]
+    assert len(unaligned) == 6
+    for name in unaligned:
         assert not torch.equal(last[name], last["method/model." + name.removeprefix("store/unaligned.")])
     old = weights(run.snapshot_path(1))
-    for block in (0, 1):  # older blocks rest in the main stage, so their unaligned rows never change
+    for block in (0, 1):  # older blocks are frozen in the main stage, so their unaligned rows do not change
         name = f"store/unaligned.head.blocks.{block}.weight"
         assert torch.equal(last[name], old[name])
     method.begin_task(method.task)
     assert not [name for name in method.store if name.startswith("unaligned.")]
-    for name in kept:
+    for name in unaligned:
         assert torch.equal(method.model.get_parameter(name.removeprefix("store/unaligned.")), last[name])
 
 
-def test_the_original_forms_losses(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, form="linear")
+def test_losses_of_the_linear_form(few: Dataset, tmp_path: Path) -> None:
+    method = trained(SLCA, few, tmp_path, form="linear").eval()
     batch = method.world.train.fetch(method.training_rows(method.task)[::10], None, ("test",))
     logits = method.model(batch.images).logits[:, method.task.first :]
     wanted = cross_entropy(logits.tolist(), (batch.labels - method.task.first).tolist())
@@ -243,6 +233,6 @@ def test_the_original_forms_losses(few: Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("addon", ["ivt", "cofima", "magmax"])
-def test_the_original_form_with_add_ons(addon: str, few: Dataset, tmp_path: Path) -> None:
+def test_linear_form_with_addons(addon: str, few: Dataset, tmp_path: Path) -> None:
     record = finish(make_run(few, tmp_path, quick("slca", addon, slca={"form": "linear"})))
     assert len(record["accuracy"]) == 3

@@ -1,4 +1,4 @@
-"""SSRE: adapters that fold without a trace, weights by prototype_similarity, and prototypes in place of exemplars."""
+"""SSRE: adapters that are folded into kernels, losses weighted by similarity, and prototypes."""
 
 from __future__ import annotations
 
@@ -11,41 +11,34 @@ import torch.nn.functional as F
 from torch import nn
 
 from incvec.data import Dataset
-from incvec.engine.run import Run
 from incvec.methods.common import extract_features, replace_convs
 from incvec.methods.ssre import SSRE, AdaptedConv, prototype_similarity, weighted_cross_entropy, weighted_distillation
-from incvec.presets import preset
-from tests.conftest import make_run, quick
-from tests.methods.endings import finished, in_task
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.methods.tools import after_task, cosine, finished, in_task, seeded
 
 
 def adapted(stride: int = 1) -> AdaptedConv:
     conv = AdaptedConv(3, 4, 3, stride, 1, bias=False)
     with torch.no_grad():
-        conv.weight.copy_(torch.randn(4, 3, 3, 3, generator=generator(1)))
+        conv.weight.copy_(torch.randn(4, 3, 3, 3, generator=seeded(1)))
         conv.attach()
         assert conv.adapter is not None
-        conv.adapter.copy_(torch.randn(4, 3, 1, 1, generator=generator(2)))
+        conv.adapter.copy_(torch.randn(4, 3, 1, 1, generator=seeded(2)))
     return conv
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_an_adapter_is_a_parallel_1x1_convolution(stride: int) -> None:
+def test_adapter_is_a_parallel_1x1_convolution(stride: int) -> None:
     conv = adapted(stride)
     assert conv.adapter is not None
-    x = torch.randn(2, 3, 6, 6, generator=generator(3))
+    x = torch.randn(2, 3, 6, 6, generator=seeded(3))
     apart = F.conv2d(x, conv.weight, stride=stride, padding=1) + F.conv2d(x, conv.adapter, stride=stride)
     torch.testing.assert_close(conv(x), apart)
 
 
-def test_folding_changes_no_output_and_starts_the_adapter_again() -> None:
+def test_folding_changes_no_output_and_resets_the_adapter() -> None:
     conv = adapted()
     assert conv.adapter is not None
-    x = torch.randn(2, 3, 6, 6, generator=generator(3))
+    x = torch.randn(2, 3, 6, 6, generator=seeded(3))
     before, kernel = conv(x), conv.weight.detach().clone()
     middle = conv.adapter.detach().clone()
     parameter = conv.adapter
@@ -57,9 +50,9 @@ def test_folding_changes_no_output_and_starts_the_adapter_again() -> None:
     assert torch.equal(conv.weight, kernel)
 
 
-def test_without_an_adapter_it_is_a_plain_convolution() -> None:
+def test_conv_without_adapter_is_a_plain_convolution() -> None:
     plain = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.Conv2d(4, 4, 1))
-    x = torch.randn(2, 3, 6, 6, generator=generator(3))
+    x = torch.randn(2, 3, 6, 6, generator=seeded(3))
     expected, names, objects = plain(x), list(plain.state_dict()), [id(p) for p in plain.parameters()]
     state = torch.get_rng_state()
     replace_convs(plain, AdaptedConv, lambda conv: conv.kernel_size == (3, 3))
@@ -71,25 +64,21 @@ def test_without_an_adapter_it_is_a_plain_convolution() -> None:
     assert torch.equal(plain(x), expected)
 
 
-def cosine(a: list[float], b: list[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b))
-
-
 FEATURES = [[1.0, 2.0], [3.0, -1.0], [-2.0, -1.0]]
 OLD = [[1.5, 2.0], [3.0, 1.0], [-2.0, -1.0]]
 PROTOTYPES = [[2.0, 1.0], [0.0, 3.0]]
 
 
-def test_likeness_is_the_largest_cosine_to_a_prototype_without_gradient() -> None:
+def test_prototype_similarity() -> None:
     features = torch.tensor(FEATURES, requires_grad=True)
     s = prototype_similarity(features, torch.tensor(PROTOTYPES))
     expected = [max(0.0, *(cosine(f, p) for p in PROTOTYPES)) for f in FEATURES]
-    assert expected[2] == 0  # turned away from both
+    assert expected[2] == 0  # opposite to both
     torch.testing.assert_close(s, torch.tensor(expected))
     assert not s.requires_grad
 
 
-def test_loss_terms_against_plain_sums() -> None:
+def test_weighted_losses() -> None:
     logits, labels, s = [[1.0, 0.5, -1.0], [0.2, 0.1, 0.3]], [0, 2], [0.25, 0.9]
     total = 0.0
     for z, y, weight in zip(logits, labels, s, strict=True):
@@ -110,24 +99,13 @@ def test_equal_features_have_a_finite_gradient() -> None:
     assert torch.equal(features.grad, torch.zeros(3, 2))
 
 
-def run_to_task(run: Run, tasks: int) -> SSRE:
-    """Turn the run until that many tasks are done."""
-    for _ in run.events():
-        if run.position[0] == tasks:
-            break
-    method = run.parts.method
-    assert isinstance(method, SSRE)
-    return method
-
-
-def test_state_over_two_tasks(few: Dataset, tmp_path: Path) -> None:
-    run = make_run(few, tmp_path, quick("ssre"))
-    method = run_to_task(run, 1)
+def test_increment_changes_folded_kernels_and_head_only(few: Dataset, tmp_path: Path) -> None:
+    method = after_task(SSRE, few, tmp_path, 0)
     assert method.store["prototypes"].shape == (2, 8)
     assert all(conv.adapter is None for conv in method.adapted_convs().values())
     first = method.store["prototypes"].clone()
     before = {name: value.clone() for name, value in method.model.state_dict().items()}
-    method = run_to_task(make_run(few, tmp_path, quick("ssre")), 2)
+    method = after_task(SSRE, few, tmp_path, 1)
     assert len(method.adapted_convs()) == 4  # two in each block; the stem has none
     assert torch.equal(method.model.backbone.stem.conv.weight, before["backbone.stem.conv.weight"])
     assert torch.equal(method.store["prototypes"][:2], first)
@@ -151,19 +129,17 @@ def test_state_over_two_tasks(few: Dataset, tmp_path: Path) -> None:
         torch.testing.assert_close(method.store["prototypes"][c], features[labels == c].mean(0))
 
 
-def test_an_increment_trains_adapters_and_classifier_alone(few: Dataset, tmp_path: Path) -> None:
-    run = make_run(few, tmp_path, quick("ssre"))
-    method = run_to_task(run, 1)
-    task = run.parts.tasks[1]
-    stage = method.stages(task)[0]
+def test_increment_trains_adapters_and_classifier(few: Dataset, tmp_path: Path) -> None:
+    method = after_task(SSRE, few, tmp_path, 0)
+    stage = method.stages(method.world.tasks[1])[0]
     assert stage.batchnorm == "frozen"
     names = stage.groups[0].prefixes
     assert "model.head" in names
     assert {n for n in names if n != "model.head"} == {f"{n}.adapter" for n in method.adapted_convs()}
 
 
-def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
-    """Its three terms, put together from the pieces by hand, on a method in the middle of its second task."""
+def test_increment_loss(few: Dataset, tmp_path: Path) -> None:
+    """The three terms, image by image, in the second task."""
     method = in_task(SSRE, few, tmp_path)
     assert method.teacher is not None
     method.eval()
@@ -174,18 +150,18 @@ def test_the_loss_of_an_increment(few: Dataset, tmp_path: Path) -> None:
     drawn = torch.randint(2, (7,), generator=method.world.generator)
     output, old = method.model(batch.images), method.teacher(batch.images).features
     prototypes = method.store["prototypes"]
-    ce = kept = 0.0
+    ce = distil = 0.0
     for f, g, z, y in zip(output.features, old, output.logits, batch.labels, strict=True):
         s = max(0.0, *(F.cosine_similarity(f, p, dim=0).item() for p in prototypes))
         ce += (1 - s) * F.cross_entropy(z / 0.1, y).item() / 7
-        kept += s * torch.dist(f, g).item()
-    remembered = F.cross_entropy(method.model.head(prototypes[drawn]) / 0.1, drawn).item()
+        distil += s * torch.dist(f, g).item()
+    replayed = F.cross_entropy(method.model.head(prototypes[drawn]) / 0.1, drawn).item()
     assert math.isclose(terms["ce"].item(), ce, rel_tol=1e-4)
-    assert math.isclose(terms["distil"].item(), kept, rel_tol=1e-3, abs_tol=1e-4)
-    assert math.isclose(terms["prototypes"].item(), 10 * remembered, rel_tol=1e-4)
+    assert math.isclose(terms["distil"].item(), distil, rel_tol=1e-3, abs_tol=1e-4)
+    assert math.isclose(terms["prototypes"].item(), 10 * replayed, rel_tol=1e-4)
 
 
-def test_the_base_task_divides_its_logits_by_the_temperature(few: Dataset, tmp_path: Path) -> None:
+def test_base_task_loss_uses_the_temperature(few: Dataset, tmp_path: Path) -> None:
     method = in_task(SSRE, few, tmp_path, 0, ssre={"temperature": 0.3})
     method.eval()
     batch = method.world.train.fetch(method.rows_of([0, 1])[::10], None, ("test",))
@@ -196,13 +172,8 @@ def test_the_base_task_divides_its_logits_by_the_temperature(few: Dataset, tmp_p
     assert not torch.allclose(terms["ce"], F.cross_entropy(logits, batch.labels), rtol=1e-2)
 
 
-def test_add_ons_reach_the_adapters_from_the_second_increment_on(few: Dataset, tmp_path: Path) -> None:
+def test_addons_act_on_adapters_from_the_second_increment(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "ssre", "ivt")
     first, second = (set(run.progress.statistics[task]["ivt"]) for task in (1, 2))
     assert first == {"all", "head.blocks.0"}
     assert second == {"all", "backbone.stages.0", "backbone.stages.1", "head.blocks.0", "head.blocks.1"}
-
-
-def test_presets_differ_as_the_settings_do() -> None:
-    assert preset("ssre", "cifar100") == {}
-    assert preset("ssre", "cifar100", "authors")["net"] == "resnet18-cifar"

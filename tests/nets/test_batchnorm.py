@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -48,3 +49,17 @@ def test_modes_and_buffers_are_restored() -> None:
         assert not torch.equal(model[1].running_mean, before["1.running_mean"])
     assert not model[1].training
     assert all(torch.equal(tensor, before[name]) for name, tensor in running_statistics(model).items())
+
+
+def test_modes_and_momenta_are_restored_after_an_error() -> None:
+    model = network()
+
+    def fail(batch: torch.Tensor) -> None:
+        assert model[1].training
+        raise KeyError("no more batches")
+
+    model[1].eval()
+    with pytest.raises(KeyError):
+        recalibrate(model, [torch.zeros(1)], fail)
+    assert not model[1].training
+    assert model[1].momentum == 0.1

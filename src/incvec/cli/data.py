@@ -22,7 +22,7 @@ from incvec.data.class_lists import CLASS_LISTS, find_class_list
 from incvec.data.image_files import quiet_pillow
 from incvec.data.layouts import LAYOUTS, list_images
 from incvec.data.listing import Listing
-from incvec.data.store.open import LEFT_OUT_LIST, format_bytes
+from incvec.data.store.open import UNREADABLE, format_bytes
 from incvec.data.store.write import pack
 from incvec.errors import ConfigError
 from incvec.study.tables import duration
@@ -191,7 +191,7 @@ def data_pack(
     with closing(PackProgress()) as progress, sigterm_as_interrupt():
         packed = pack(listing, store, size, unreadable.value, workers, progress.pack, verify_progress=progress.verify)
     left_out = packed.about["left_out"]
-    note = f"; {left_out} unreadable, listed in {packed.root / LEFT_OUT_LIST}" if left_out else ""
+    note = f"; {left_out} unreadable, listed in {packed.root / UNREADABLE}" if left_out else ""
     say(f"{progress.summary()}{note}: {packed.root}")
 
 

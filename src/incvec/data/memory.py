@@ -22,7 +22,7 @@ def quota(n_seen: int, per_class: int | None = None, total: int | None = None) -
     m = per_class if per_class is not None else (total or 0) // n_seen
     if m < 1:
         size = f"{total} in total for {n_seen} classes" if per_class is None else f"{per_class} per class"
-        raise ConfigError(f"an exemplar memory of {size} is empty: expected at least one exemplar per class")
+        raise ConfigError(f"an exemplar memory of {size} keeps none: expected at least one exemplar per class")
     return m
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from incvec.contracts import Batch, Source
 from incvec.data.views import Views
 
-CHUNK = 500  # rows per forward pass without training
-CHUNK_BYTES = 1 << 26  # at most, as float32 at the stored size: 500 rows of 64 x 64, 85 of 256 x 256
+MAX_ROWS = 500  # per forward pass without training
+MAX_BYTES = 1 << 26  # of these rows, as float32 at the stored size: 500 rows of 64 x 64, 85 of 256 x 256
 
 
-def chunk(source: Source) -> int:
+def inference_batch_size(source: Source) -> int:
     """Rows to fetch at a time for evaluation and features; constant, so that a network is compiled once."""
-    return max(1, min(CHUNK, CHUNK_BYTES // (4 * math.prod(source.row))))
+    return max(1, min(MAX_ROWS, MAX_BYTES // (4 * math.prod(source.row))))
 
 
 class ImageSource:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from incvec.contracts import AddOn, Method, Source, Task, World
 from incvec.data.gaussians import FeatureSource
-from incvec.data.source import chunk
+from incvec.data.source import inference_batch_size
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 
 
@@ -39,7 +39,7 @@ def correct_by_class(
     if encoded is not None:
         test, score = encode_rows(method, world, test, rows, encoded if len(share) else []), method.classify
         rows = torch.arange(len(rows), device=rows.device)
-    size = chunk(test) if world.device.type == "cuda" else min(chunk(test), len(rows))
+    size = inference_batch_size(test) if world.device.type == "cuda" else min(inference_batch_size(test), len(rows))
     counts: dict[str, Tensor] = {}
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
@@ -58,7 +58,7 @@ def correct_by_class(
 
 def encode_rows(method: Method, world: World, test: Source, rows: Tensor, encoded: list[Tensor]) -> FeatureSource:
     """The features of the rows; `encoded` holds those of the first rows and is extended."""
-    size = chunk(test)
+    size = inference_batch_size(test)
     for start in range(sum(map(len, encoded)), len(rows), size):
         part = rows[start : start + size]
         with world.autocast():

@@ -15,7 +15,7 @@ from incvec.config import TrainOptions
 from incvec.contracts import Group, Method, Optimizer, Output, Schedule, Source, Stage, Task, World
 from incvec.data.memory import extend, indices, quota
 from incvec.data.select import class_means, herd
-from incvec.data.source import chunk
+from incvec.data.source import inference_batch_size
 from incvec.nets import Classifier, Head, LinearHead, build_backbone
 
 
@@ -27,7 +27,7 @@ def extract_features(
     source = source or world.train
     training = model.training
     model.eval()
-    chunks, size = [], chunk(source)
+    chunks, size = [], inference_batch_size(source)
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         padded = part

@@ -31,8 +31,7 @@ from incvec.errors import DataError
 FORMAT = 3  # 2: resized by torchvision's bilinear filter
 STORE = "store.json"
 JOURNAL = "journal.jsonl"
-UNREADABLE = "unreadable.txt"  # images that an interrupted packing could not read
-LEFT_OUT_LIST = "left-out.txt"  # images that are missing in a complete store
+UNREADABLE = "unreadable.txt"  # images that could not be read; a complete store was packed without them
 PARTS = ("train", "test")
 LEFT_OUT = -1
 SHOWN = 10  # damaged places in one message
@@ -271,5 +270,5 @@ def verify_store(root: str | Path, progress: Progress | None = None) -> list[str
         raise DataError(f"{store.root} is damaged:\n  " + "\n  ".join(damaged[:SHOWN]) + f"{more}\n{PACK_AGAIN}")
     lines.append(f"all {sum(len(part.checksums) for part in store.parts.values())} checksums are correct")
     if store.about["left_out"]:
-        lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / LEFT_OUT_LIST}")
+        lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / UNREADABLE}")
     return lines

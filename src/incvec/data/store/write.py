@@ -26,7 +26,6 @@ from incvec.data.store.chunks import ChunkResult, cores, write_chunks, write_err
 from incvec.data.store.open import (
     JOURNAL,
     LEFT_OUT,
-    LEFT_OUT_LIST,
     PARTS,
     STORE,
     UNREADABLE,
@@ -103,7 +102,7 @@ def _check_complete(plan: Plan, unreadable: str) -> Store:
     if store.about["left_out"] and unreadable == "refuse":
         raise DataError(
             f"{store.root} was packed without {store.about['left_out']} unreadable image(s), listed in "
-            f"{store.root / LEFT_OUT_LIST}. To keep it, give --unreadable leave-out; otherwise replace them, remove "
+            f"{store.root / UNREADABLE}. To keep it, give --unreadable leave-out; otherwise replace them, remove "
             "the store and pack the images again."
         )
     return store
@@ -234,9 +233,6 @@ def _complete(plan: Plan, results: Results, unreadable: str) -> Store:
         )
     left_out: Counter[str] = Counter()
     parts = {part: _complete_part(plan, part, results, left_out) for part in PARTS}
-    (plan.root / LEFT_OUT_LIST).unlink(missing_ok=True)
-    if errors:
-        write_bytes(plan.root / LEFT_OUT_LIST, _lines(errors), DataError)
     for part in PARTS:
         for shard, _ in plan.shards(part):
             _sync_shard(plan.root / shard)
@@ -250,8 +246,7 @@ def _complete(plan: Plan, results: Results, unreadable: str) -> Store:
     fingerprint = sha256(json.dumps(content).encode())
     store = Store(plan.root, plan.side, listing.classes, about, parts, fingerprint)
     write_bytes(plan.root / STORE, metadata_file(store), DataError)
-    for leftover in (plan.root / JOURNAL, report):
-        leftover.unlink(missing_ok=True)
+    (plan.root / JOURNAL).unlink()
     return open_store(plan.root)
 
 

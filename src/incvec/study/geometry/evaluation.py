@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from incvec.data import ImageSource
-from incvec.data.source import chunk
+from incvec.data.source import inference_batch_size
 from incvec.engine.capture import capture_graph
 from incvec.errors import DataError
 from incvec.nets.batchnorm import recalibrate
@@ -122,6 +122,8 @@ class StateEvaluator:
     batchnorm: BatchNormMode = "interpolate"
 
     def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"unknown backend {self.backend!r}; expected one of {', '.join(get_args(Backend))}")
         parts = self.snapshot.parts
         tasks = range(self.snapshot.task.index + 1) if self.tasks is None else self.tasks
         rows = [parts.test.rows_of(parts.tasks[t].first, parts.tasks[t].last) for t in tasks]
@@ -229,7 +231,7 @@ class StateEvaluator:
     def _batches(self) -> Iterator[EvaluationBatch]:
         """The test images in the batches of a run's own evaluation."""
         test = self.snapshot.parts.test
-        size = chunk(test)
+        size = inference_batch_size(test)
         for rows, tasks in zip(self.rows.split(size), self.task_one_hot.split(size), strict=True):
             with self.world.autocast():
                 batch = test.fetch(rows, None, ("test",))
@@ -246,7 +248,7 @@ class StateEvaluator:
         if not isinstance(train, ImageSource):
             raise DataError("BatchNorm cannot be recalibrated: the training set of this method has no images.")
         rows = evenly_spaced(train.rows_of(0, self.snapshot.task.n_seen), RECALIBRATION_IMAGES)
-        size = min(chunk(train), len(rows))
+        size = min(inference_batch_size(train), len(rows))
         count = len(rows) // size
         parts = [rows[k::count][:size] for k in range(count)]  # all classes in every batch
         generator = torch.Generator(rows.device).manual_seed(0)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from incvec.atomic_files import read_tensors
-from incvec.config import RunConfig, upgrade_settings
+from incvec.config import RunConfig
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
-from incvec.data.source import chunk
+from incvec.data.source import inference_batch_size
 from incvec.engine.build import RunParts, build, grow, pick_device
 from incvec.engine.checkpoint import Namespaces, restore
 from incvec.errors import CheckpointError, ConfigError, DataError
@@ -100,7 +100,7 @@ def task_accuracy(snapshot: Snapshot, task: int = 0) -> Callable[[nn.Module], fl
     def evaluate(model: nn.Module) -> float:
         model.eval()
         correct = torch.zeros((), device=parts.world.device)
-        for part in rows.split(chunk(parts.test)):
+        for part in rows.split(inference_batch_size(parts.test)):
             with parts.world.autocast():
                 batch = parts.test.fetch(part, None, ("test",))
                 logits = snapshot.method.class_logits(model(batch.images).logits)
@@ -139,7 +139,7 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
     tensors, metadata = read_tensors(file, repair)
     if metadata.get("kind") != "snapshot":
         raise CheckpointError(f"{file} is a {metadata.get('kind')}, expected the snapshot of a task.")
-    return tensors, {**metadata, "config": upgrade_settings(metadata["config"])}
+    return tensors, metadata
 
 
 def missing_snapshot(run: str | Path, task: int) -> ConfigError | DataError:

@@ -1,4 +1,4 @@
-"""Methods that fine-tune two towers: FLYP's loss and SPU's mask restated, zero-shot, and short runs on the digits."""
+"""Methods on dual encoders: FLYP's loss and SPU's mask restated, zero-shot, and short runs on the digits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ from incvec.methods import find_method
 from incvec.methods.dual import DualMethod
 from incvec.methods.flyp import FLYP, contrastive_loss
 from incvec.methods.spu import SPU, row_energy, top_mask
+from incvec.methods.zeroshot import ZeroShot
 from incvec.nets.dual import Dual
 from incvec.presets import resolve
 from tests.conftest import make_run, quick, weights
-from tests.methods.endings import cross_entropy, finished, some_batch
+from tests.methods.tools import cross_entropy, finished, seeded, some_batch, trained
 
 NO_CLIP = {"weights": None, "tag": None}
-
-
-def built(few: Dataset, tmp_path: Path, method: str, *addons: str, **options: Any) -> Any:
-    found = finished(few, tmp_path, method, *addons, **options).parts.method
-    assert isinstance(found, DualMethod)
-    return found.eval()
 
 
 def encode_images(dual: Dual, images: Tensor) -> Tensor:
@@ -41,13 +36,13 @@ def encode_images(dual: Dual, images: Tensor) -> Tensor:
 
 
 def some(rows: int, columns: int) -> Tensor:
-    return 3 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    return 3 * torch.randn(rows, columns, generator=seeded(1))
 
 
 # The contrastive loss ----------------------------------------------------------------------------------------
 
 
-def test_the_contrastive_loss() -> None:
+def test_contrastive_loss() -> None:
     similarities = some(5, 5)
     rows: list[list[float]] = similarities.tolist()
     columns = [list(column) for column in zip(*rows, strict=True)]
@@ -55,7 +50,7 @@ def test_the_contrastive_loss() -> None:
     assert contrastive_loss(similarities).item() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_equal_captions_may_share_the_target() -> None:
+def test_equal_captions_share_the_target() -> None:
     similarities, labels = some(4, 4), [2, 7, 2, 2]
     total = 0.0
     for matrix in (similarities.tolist(), similarities.T.tolist()):
@@ -65,15 +60,14 @@ def test_equal_captions_may_share_the_target() -> None:
     assert contrastive_loss(similarities, torch.tensor(labels)).item() == pytest.approx(total / 8, rel=1e-5)
 
 
-def test_images_of_one_class_leave_the_loss_at_log_m() -> None:
+def test_loss_with_m_images_per_class_approaches_log_m() -> None:
     perfect = 50 * torch.block_diag(torch.ones(3, 3), torch.ones(3, 3))
     assert contrastive_loss(perfect).item() == pytest.approx(math.log(3), rel=1e-4)
 
 
 @pytest.mark.parametrize("oracle", [False, True])
-def test_the_loss_of_a_batch_has_one_caption_an_image(oracle: bool, few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, "flyp")
-    assert isinstance(method, FLYP)
+def test_batch_loss_has_one_caption_per_image(oracle: bool, few: Dataset, tmp_path: Path) -> None:
+    method = trained(FLYP, few, tmp_path).eval()
     method.world.oracle = oracle
     whole = some_batch(method)
     rows = slice(None) if oracle else whole.labels >= method.task.first
@@ -91,8 +85,8 @@ def test_the_loss_of_a_batch_has_one_caption_an_image(oracle: bool, few: Dataset
     assert terms["contrastive"].item() == pytest.approx(wanted / 2, rel=1e-4)
 
 
-def test_over_the_tasks_classes(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, "flyp", targets="classes")
+def test_targets_classes_is_cross_entropy_over_the_tasks_classes(few: Dataset, tmp_path: Path) -> None:
+    method = trained(FLYP, few, tmp_path, targets="classes").eval()
     batch = method.world.train.fetch(method.training_rows(method.task)[::10], None, ("test",))
     logits = method.model(batch.images).logits[:, method.task.first :]
     wanted = cross_entropy(logits.tolist(), (batch.labels - method.task.first).tolist())
@@ -102,7 +96,7 @@ def test_over_the_tasks_classes(few: Dataset, tmp_path: Path) -> None:
 # Runs --------------------------------------------------------------------------------------------------------
 
 
-def test_all_is_trained_and_batchnorm_keeps_its_statistics(few: Dataset, tmp_path: Path) -> None:
+def test_all_parameters_are_trained_and_batchnorm_is_frozen(few: Dataset, tmp_path: Path) -> None:
     run = finished(few, tmp_path, "flyp")
     first, last = weights(run.snapshot_path(0)), weights(run.snapshot_path(2))
     for name, _ in run.parts.method.named_parameters():
@@ -112,8 +106,8 @@ def test_all_is_trained_and_batchnorm_keeps_its_statistics(few: Dataset, tmp_pat
             assert torch.equal(first[f"method/{name}"], last[f"method/{name}"]), name
 
 
-def test_the_classifier_is_made_of_the_text_tower_as_it_stands(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, "flyp", templates="aircraft")
+def test_classifier_uses_the_current_text_tower(few: Dataset, tmp_path: Path) -> None:
+    method = trained(FLYP, few, tmp_path, templates="aircraft").eval()
     words = {"0": "zero", "1": "one", "2": "two", "3": "three", "4": "four", "5": "five"}
     dual, found = method.model.dual, method.store["classes"]
     for row, name in zip(found, method.world.class_names, strict=True):
@@ -128,7 +122,7 @@ def test_the_classifier_is_made_of_the_text_tower_as_it_stands(few: Dataset, tmp
         assert method(images)["text"].dtype == torch.float32
 
 
-def test_zero_shot_changes_nothing(few: Dataset, tmp_path: Path) -> None:
+def test_zeroshot_changes_nothing(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("zeroshot"))
     record = finish(run)
     first, last = weights(run.snapshot_path(0)), weights(run.snapshot_path(2))
@@ -140,7 +134,7 @@ def test_zero_shot_changes_nothing(few: Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["zeroshot", "rapf"])
-def test_where_the_towers_rest_each_test_image_is_encoded_once(
+def test_frozen_towers_encode_each_test_image_once(
     method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[int] = []
@@ -161,28 +155,22 @@ def test_where_the_towers_rest_each_test_image_is_encoded_once(
     assert again["accuracy"] == record["accuracy"]
 
 
-def test_magmax_counts_from_the_pre_trained_weights(few: Dataset, tmp_path: Path) -> None:
-    begin = {n: t.clone() for n, t in _untrained(few, tmp_path / "none").model.named_parameters()}
+def test_magmax_starts_from_the_pretrained_weights(few: Dataset, tmp_path: Path) -> None:
+    begin = {n: t.clone() for n, t in trained(ZeroShot, few, tmp_path / "none").model.named_parameters()}
     plain = finished(few, tmp_path / "plain", "flyp")
     merged = finished(few, tmp_path / "merged", "flyp", "magmax")
-    trained = [weights(plain.snapshot_path(task)) for task in range(3)]
+    tasks = [weights(plain.snapshot_path(task)) for task in range(3)]
     for task in range(3):
         deployed = weights(merged.snapshot_path(task))
         for name, theta in begin.items():
-            vectors = torch.stack([trained[t][f"method/model.{name}"] - theta for t in range(task + 1)])
+            vectors = torch.stack([tasks[t][f"method/model.{name}"] - theta for t in range(task + 1)])
             largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))[0]
             torch.testing.assert_close(deployed[f"method/model.{name}"], theta + 0.5 * largest)
 
 
-def _untrained(few: Dataset, out: Path) -> DualMethod:
-    method = finished(few, out, "zeroshot").parts.method
-    assert isinstance(method, DualMethod)
-    return method
-
-
 @pytest.mark.parametrize("method", ["flyp", "spu", "slca", "rapf"])
 @pytest.mark.parametrize("addons", [(), ("ivt",)], ids=["plain", "ivt"])
-def test_two_tasks_on_the_digits(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
+def test_two_tasks_on_digits(method: str, addons: tuple[str, ...], few: Dataset, tmp_path: Path) -> None:
     given = {
         "method": method,
         "addons": addons,
@@ -200,7 +188,7 @@ def test_two_tasks_on_the_digits(method: str, addons: tuple[str, ...], few: Data
         assert 0.5 <= record["statistics"][1]["ivt"]["all"]["scale"] <= 1
 
 
-def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
+def test_settings_of_pretrained_methods() -> None:
     config = resolve({"method": "flyp", "addons": ["ivt"], "dataset": "cifar100"})
     assert (config.base_classes, config.tasks) == (0, 10)
     own = config.sections["flyp"]
@@ -214,18 +202,18 @@ def test_tasks_are_equal_and_the_papers_values_the_defaults() -> None:
     assert (scratch.base_classes, scratch.sections["ivt"]["interval"]) == (50, 10)
     small = resolve({"method": "slca", "dataset": "aircraft", "variant": "lite"}).sections["slca"]
     assert (small["net"], small["tag"], small["templates"]) == ("lite0-minilm", None, "aircraft")
-    for method in ("zeroshot", "flyp", "slca", "spu"):  # another model, rate and side; the sentences stay CLIP's
+    for method in ("zeroshot", "flyp", "slca", "spu"):  # another model, learning rate and size; the same sentences
         clip, lite = (
             resolve({"method": method, "dataset": "cifar100", "variant": v}).sections for v in ("paper", "lite")
         )
         changed = {key for key, value in lite[method].items() if value != clip[method][key]}
         assert changed - {"lr", "align_lr"} == {"net", "weights", "tag", "pixels"}
-    with pytest.raises(ConfigError, match="`tag`, which says whose"):
+    with pytest.raises(ConfigError, match="`tag`, the origin of the weights"):
         resolve({"method": "flyp", "dataset": "folder"})
 
 
-def test_the_schedule_of_spus_code() -> None:
-    """Its rates as its scheduler gives them: in units of 1e-6, for 10 epochs and 10 tasks at 5e-6."""
+def test_spu_cosine_schedule() -> None:
+    """The learning rates of SPU's scheduler in units of 1e-6, for 10 epochs and 10 tasks at 5e-6."""
     flyp = 5 * Schedule("spu_cosine", cycle=100).factors(10)
     assert flyp[:2].tolist() == [0, 5]
     assert flyp[9].item() == pytest.approx(4.92, abs=0.005)
@@ -236,8 +224,8 @@ def test_the_schedule_of_spus_code() -> None:
 
 
 @pytest.mark.parametrize(("method", "cycle"), [("flyp", 9), ("spu", 9), ("slca", 3)])
-def test_a_run_with_the_schedule_of_spus_code(method: str, cycle: int, few: Dataset, tmp_path: Path) -> None:
-    """Three tasks of three epochs: the optimizer's rates are those of the formula."""
+def test_run_with_spu_cosine_schedule(method: str, cycle: int, few: Dataset, tmp_path: Path) -> None:
+    """Three tasks of three epochs."""
     options: dict[str, Any] = {"epochs": 3, "schedule": "spu_cosine", "lr": 0.01}
     if method == "slca":
         options |= {"align_schedule": "spu_cosine", "align_epochs": 3, "align_lr": 0.02}
@@ -245,13 +233,13 @@ def test_a_run_with_the_schedule_of_spus_code(method: str, cycle: int, few: Data
     rates: dict[str, list[float]] = {"main": [], "align": []}
     prepare = StageLoop.begin_epoch
 
-    def noting(self: StageLoop, *given: Any) -> None:
+    def recording(self: StageLoop, *given: Any) -> None:
         prepare(self, *given)
         if self.optimizer is not None:
             rates[self.stage.name].append(float(self.optimizer.param_groups[0]["lr"]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StageLoop, "begin_epoch", noting)
+        patch.setattr(StageLoop, "begin_epoch", recording)
         for event in run.events():
             if isinstance(event, ev.StageStarted) and event.stage == "main":
                 begin = [p.detach().clone() for p in run.parts.method.parameters()]
@@ -261,7 +249,7 @@ def test_a_run_with_the_schedule_of_spus_code(method: str, cycle: int, few: Data
     assert any(not torch.equal(a, b) for a, b in zip(begin, run.parts.method.parameters(), strict=True))
 
 
-def test_one_epoch_at_rate_0_is_refused() -> None:
+def test_spu_cosine_with_one_epoch_is_refused() -> None:
     for epochs in ({"epochs": 1}, {"base_epochs": 1}):
         with pytest.raises(ConfigError, match="trains nothing"):
             resolve({"method": "flyp", "dataset": "digits", "flyp": {"schedule": "spu_cosine", **epochs}})
@@ -270,15 +258,15 @@ def test_one_epoch_at_rate_0_is_refused() -> None:
 # SPU ---------------------------------------------------------------------------------------------------------
 
 
-def test_energy_and_mask_by_hand() -> None:
+def test_spu_energy_and_mask() -> None:
     assert row_energy(torch.tensor([[1.0, 2.0], [3.0, 0.0]])).item() == pytest.approx((5 + 9) / 2)
     score = torch.tensor([[0.1, -5.0, 2.0], [0.0, 3.0, -0.2]])
     assert top_mask(score, 0.5).tolist() == [[False, True, True], [False, True, False]]
     assert top_mask(score, 0.01).sum() == 1
 
 
-def test_spu_moves_a_tenth_of_the_first_layers(few: Dataset, tmp_path: Path) -> None:
-    begin = dict(_untrained(few, tmp_path / "none").model.named_parameters())
+def test_spu_updates_a_tenth_of_the_first_layers(few: Dataset, tmp_path: Path) -> None:
+    begin = dict(trained(ZeroShot, few, tmp_path / "none").model.named_parameters())
     run = make_run(few, tmp_path / "spu", quick("spu", tasks=1, base_classes=4))
     finish(run)
     after = weights(run.snapshot_path(0))
@@ -299,8 +287,7 @@ def test_spu_moves_a_tenth_of_the_first_layers(few: Dataset, tmp_path: Path) -> 
 
 
 def test_spu_scores_are_summed_gradients(few: Dataset, tmp_path: Path) -> None:
-    method = built(few, tmp_path, "spu")
-    assert isinstance(method, SPU)
+    method = trained(SPU, few, tmp_path).eval()
     score, main = method.stages(method.task)
     rows = method.begin_stage(method.task, score)
     assert len(rows) == 20  # a quarter of two classes of 40

@@ -1,4 +1,4 @@
-"""The methods on two towers with CLIP itself: a tiny random one as transformers writes and reads it, two tasks each."""
+"""Dual-encoder methods on CLIP: a tiny random model saved and loaded by transformers, two tasks each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from tests.conftest import make_run, quick, weights
+from tests.methods.tools import seeded
 from tests.nets.test_dual import letters, tiny_clip
 
 
 class Letters:
-    """In the tokenizer's place: the end of a sentence, where the class is named."""
+    """Replaces the tokenizer: the last letters of a sentence, which contain the class name."""
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, Tensor]:
         return {"input_ids": letters([text.rstrip(".")[-8:] for text in texts])}
@@ -31,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def colors() -> Dataset:
-    """Four classes of noisy images of 8 pixels, each around a color of its own."""
-    generator = torch.Generator().manual_seed(0)
+    """Four classes of noisy 8 x 8 images, one color per class."""
+    generator = seeded(0)
     labels = torch.arange(4).repeat_interleave(24)
     centers = torch.tensor([[200, 40, 40], [40, 200, 40], [40, 40, 200], [180, 180, 40]])[labels][:, :, None, None]
     images = (centers + torch.randint(-40, 40, (96, 3, 8, 8), generator=generator)).to(torch.uint8)
@@ -67,13 +68,13 @@ def test_two_tasks(
         check_spu(moved, after)
     else:
         still = {name for name, entries in moved.items() if not entries.any()}
-        assert not {name for name in still if not name.endswith("k_proj.bias")}  # softmax does not see that one
+        assert not {name for name in still if not name.endswith("k_proj.bias")}  # the softmax is invariant to it
     if addons:
         assert 0.5 <= record["statistics"][1]["ivt"]["all"]["scale"] <= 1
 
 
 def check_spu(moved: dict[str, Tensor], after: dict[str, Tensor]) -> None:
-    """The first layer of each block's perceptron is `mlp.fc1` here: two blocks in each of the towers."""
+    """The first MLP layers are `mlp.fc1` of two blocks per tower."""
     masks = {name.removeprefix("store/mask."): mask for name, mask in after.items() if name.startswith("store/mask.")}
     towers = ("image_tower.model", "text_tower.model")
     wanted = {f"model.dual.{tower}.encoder.layers.{i}.mlp.fc1.weight" for tower in towers for i in (0, 1)}
