@@ -166,13 +166,9 @@ def test_failed_check_stops_the_sweep(tmp_path: Path) -> None:
 def test_invalid_checks_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.yaml", 40)
     content = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump(content | {"check": content["check"] | {"of": {"method": "spu"}}}))
-    with pytest.raises(ConfigError, match="matches the settings of its check"):
-        run_sweep(str(file), tmp_path, console=QUIET, dry_run=True)
-    file.write_text(yaml.safe_dump(content | {"check": {"wihtin": 3}}))
-    with pytest.raises(ConfigError, match="takes of, metric, expected, within"):
-        run_sweep(str(file), tmp_path, console=QUIET, dry_run=True)
     for change, message in [
+        ({"of": {"method": "spu"}}, "matches the settings of its check"),
+        ({"wihtin": 3}, "takes of, metric, expected, within"),
         ({"of": 3}, "`of` of the check is 3; expected settings"),
         ({"metric": "AL"}, "`metric` of the check is 'AL'. .*Expected one of AA, LA, FM"),
         ({"expected": "abc"}, "`expected` of the check is 'abc'; expected a number"),
@@ -186,12 +182,15 @@ def test_invalid_checks_are_refused(tmp_path: Path) -> None:
         Check({}, "FM", 1.0, 1.0).judge({"method": "zeroshot", "metrics": {"FM": None}})
 
 
-def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
+def dry_run(name: str, out: Path, *settings: str, only: str | None = None) -> str:
     text = io.StringIO()
-    settings = ["ivt.stages=[main, balance]", "ivt.interval=null"]
-    console = Console(file=text, width=500)
-    run_sweep("digits", tmp_path, settings=settings, only="podnet+ivt", console=console, dry_run=True)
-    assert "ivt.interval=null, ivt.stages=[main, balance]" in text.getvalue()
+    run_sweep(name, out, settings=settings, only=only, console=Console(file=text, width=500), dry_run=True)
+    return text.getvalue()
+
+
+def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
+    shown = dry_run("digits", tmp_path, "ivt.stages=[main, balance]", "ivt.interval=null", only="podnet+ivt")
+    assert "ivt.interval=null, ivt.stages=[main, balance]" in shown
 
 
 def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Path) -> None:
@@ -207,11 +206,9 @@ def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Pat
     for key, value in values.items():
         dataset = "packed" if key in ("image_size", "class_list", "placement") else "digits"
         file.write_text(f"runs: [{{method: finetune, dataset: {dataset}}}]")
-        text = io.StringIO()
-        console = Console(file=text, width=500)
-        run_sweep(str(file), tmp_path, settings=[f"{key}={value}"], console=console, dry_run=True)
-        assert re.match(rf"to do    {dataset}-finetune-\d-s0-[0-9a-f]{{8}}  ", text.getvalue()), key
-        assert f"{key} {value}" in text.getvalue() or f" {key}={value}" in text.getvalue()
+        shown = dry_run(str(file), tmp_path, f"{key}={value}")
+        assert re.match(rf"to do    {dataset}-finetune-\d-s0-[0-9a-f]{{8}}  ", shown), key
+        assert f"{key} {value}" in shown or f" {key}={value}" in shown
 
 
 @pytest.mark.parametrize("name", sweeps())
