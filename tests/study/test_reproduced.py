@@ -258,11 +258,7 @@ def test_ablations() -> None:
     assert row_of(memory, "| podnet + ivt | `podnet.memory=5` |")[3:6] == ["61.00", "62.04", "-1.04"]
     assert row_of(memory, "| podnet + eopc | `podnet.memory=10` |")[3:6] == ["not run", "62.90", ""]
     assert row_of(memory, "| podnet | `podnet.memory=20` |")[3:6] == ["65.00", "64.00", "+1.00"]  # the preset's
-    assert row_of(fisher, "| pass + ivt | `ivt.structure=kernel` | 5 |")[3:6] == [
-        "60.00",
-        "59.73",
-        "+0.27",
-    ]
+    assert row_of(fisher, "| pass + ivt | `ivt.structure=kernel` | 5 |")[3:6] == ["60.00", "59.73", "+0.27"]
     assert row_of(fisher, "| pass + ivt | `ivt.structure=diagonal` | 10 |")[-2:] == ["11.29", ""]
     assert "Other runs" not in made  # they are shown once
 
