@@ -13,7 +13,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,16 +28,17 @@ from incvec.data.store.open import (
     PARTS,
     STORE,
     UNREADABLE,
+    ByteRange,
     Store,
     StorePart,
-    file_checksum,
+    find_intact,
     format_bytes,
     is_store,
     metadata_file,
     open_store,
     sha256,
 )
-from incvec.data.store.plan import VERSIONS, Chunk, Plan
+from incvec.data.store.plan import VERSIONS, Plan
 from incvec.errors import ConfigError, DataError
 
 SHARD_BYTES = 1 << 31
@@ -181,20 +181,14 @@ def _verify(plan: Plan, results: Results, progress: Progress | None) -> Results:
 
     Chunks with unreadable images are written again: the images may have been replaced.
     """
-    chunks = [chunk for chunk in plan.chunks if chunk.number in results and not results[chunk.number].unreadable]
-
-    def actual(chunk: Chunk) -> str | None:
-        return file_checksum(plan.root / chunk.shard, chunk.offset, chunk.size)
-
-    total, done, intact = sum(len(chunk.names) for chunk in chunks), 0, {}
-    with ThreadPoolExecutor(cores()) as pool:
-        for chunk, found in zip(chunks, pool.map(actual, chunks), strict=True):
-            if found == results[chunk.number].checksum:
-                intact[chunk.number] = results[chunk.number]
-            done += len(chunk.names)
-            if progress is not None:
-                progress(done, total)
-    return intact
+    numbers = [number for number, result in results.items() if not result.unreadable]
+    ranges = []
+    for number in numbers:
+        chunk = plan.chunks[number]
+        size, expected = len(chunk.names) * plan.row_bytes, results[number].checksum
+        ranges.append(ByteRange(plan.root / chunk.shard, chunk.offset, size, len(chunk.names), expected))
+    intact = find_intact(ranges, progress)
+    return {number: results[number] for number, right in zip(numbers, intact, strict=True) if right}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
