@@ -70,6 +70,7 @@ def pack(
         if (path / STORE).is_file():  # another process has just completed it
             return _check_complete(plan, unreadable)
         results = _resume(plan, verify_progress)
+        _create_shards(plan)
         (path / UNREADABLE).unlink(missing_ok=True)
         _write_missing(plan, results, workers or cores(), progress)
         return _complete(plan, results, unreadable)
@@ -79,7 +80,9 @@ def _make_plan(listing: Listing, root: Path, side: int, shard_bytes: int, chunk_
     if side < 1:
         raise ConfigError(f"the side is {side}: expected the side of the images in pixels, 1 or more")
     if root.resolve().is_relative_to(listing.root.resolve()):
-        raise ConfigError(f"{root} is inside the folder of the images, where it could be taken for a class")
+        raise ConfigError(
+            f"{root} is inside the folder of the images, where it could be taken for a class: choose another"
+        )
     row_bytes = 3 * side * side
     shard_rows = max(1, shard_bytes // row_bytes)
     chunk_rows = chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes, shard_rows))
@@ -109,7 +112,7 @@ def _check_complete(plan: Plan, unreadable: str) -> Store:
 
 
 def _resume(plan: Plan, progress: Progress | None) -> Results:
-    """The intact chunks of an interrupted packing; creates shards of their full size."""
+    """The intact chunks of an interrupted packing. Starts the journal of a new one."""
     journal = _read_journal(plan.root / JOURNAL)
     header = journal.pop("", None)
     if header is None:
@@ -132,8 +135,18 @@ def _resume(plan: Plan, progress: Progress | None) -> Results:
             f"{plan.root} is an incomplete store of other images, with other classes. Choose another folder, or remove "
             "it."
         )
-    intact = _verify(plan, results, progress)
-    shards = {plan.root / shard: rows * plan.row_bytes for part in PARTS for shard, rows in plan.shards(part)}
+    _check_space(plan)
+    if header is None:
+        _append(plan.root / JOURNAL, {"settings": plan.settings, "classes": plan.classes_hash})
+    return _verify(plan, results, progress)
+
+
+def _shard_sizes(plan: Plan) -> dict[Path, int]:
+    return {plan.root / shard: rows * plan.row_bytes for part in PARTS for shard, rows in plan.shards(part)}
+
+
+def _check_space(plan: Plan) -> None:
+    shards = _shard_sizes(plan)
     needed = sum(shards.values()) - sum(file.stat().st_blocks * 512 for file in shards if file.exists())
     free = shutil.disk_usage(plan.root).free
     if needed > free:
@@ -141,10 +154,13 @@ def _resume(plan: Plan, progress: Progress | None) -> Results:
             f"{plan.root} needs {format_bytes(needed)} more and has {format_bytes(free)} free. Free some space, or "
             "choose a smaller --size."
         )
-    if header is None:
-        _append(plan.root / JOURNAL, {"settings": plan.settings, "classes": plan.classes_hash})
+
+
+def _create_shards(plan: Plan) -> None:
+    """Files of the full size, and none of a packing that had more images."""
+    shards = _shard_sizes(plan)
     for file in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
-        if file not in shards:  # there were more images before
+        if file not in shards:
             file.unlink()
     for file, size in shards.items():
         try:
@@ -152,7 +168,6 @@ def _resume(plan: Plan, progress: Progress | None) -> Results:
                 handle.truncate(size)  # sparse: takes no space yet
         except OSError as error:
             raise write_error(file, error) from error
-    return intact
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
