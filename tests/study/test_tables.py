@@ -13,7 +13,7 @@ from incvec.study.tables import Cell, Column, Table, code, duration, make_row, m
 
 @pytest.fixture
 def table() -> Table:
-    columns = ["run", Column("ours", "AA ↑"), Column("diff", "AA ↑"), "set", Column("last\none")]
+    columns = ["run", Column("AA ↑ ours"), Column("AA ↑ diff"), "set", Column("last\none")]
     cells = ["A & B_1", mean([1.0, 2.0]), number(-0.5, "+.2f"), code("x=#1|2"), number(None)]
     return Table(columns, [cells, make_row("[b]<i>", *cells[1:], dim=True)], "50 % off", "Note", "s")
 

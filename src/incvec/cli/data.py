@@ -36,7 +36,12 @@ class Unreadable(StrEnum):
     leave_out = "leave-out"
 
 
+app = typer.Typer(no_args_is_help=True, help="Check, pack and copy data sets.")
 LayoutName = StrEnum("LayoutName", {name.replace("-", "_"): name for name in LAYOUTS})  # type: ignore[misc]
+
+
+def register(root: typer.Typer) -> None:
+    root.add_typer(app, name="data")
 
 
 class ImageProgress:
@@ -128,6 +133,7 @@ def upscaling_warning(listing: Listing, size: int) -> str | None:
     return f"most of these images are smaller (short side {side}) and will be upscaled; --size {side} avoids that"
 
 
+@app.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")
 def data_check(
     folder: Annotated[
         Path, typer.Argument(help="Folder with cifar-100-python/, fgvc-aircraft-2013b/ or class folders, or a store.")
@@ -140,6 +146,12 @@ def data_check(
         typer.echo(line)
 
 
+@app.command(
+    "pack",
+    epilog="[bold]Examples[/bold]\n\nincvec data pack ~/imagenet ~/imagenet-subset --classes imagenet-subset\n\n"
+    "incvec data pack ~/tiny-imagenet-200 ~/tiny --size 64 --classes tiny-imagenet-100\n\n"
+    "incvec data pack ~/photos ~/photos-packed --size 160 --unreadable leave-out",
+)
 def data_pack(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="The images: train/ and val/, or class folders.")],
     store: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create; the data root of later runs.")],
@@ -183,6 +195,11 @@ def data_pack(
     say(f"{progress.summary()}{note}: {packed.root}")
 
 
+@app.command(
+    "aircraft",
+    epilog="[bold]Examples[/bold]\n\nincvec data aircraft aircraft20.npz ~/aircraft20\n\n"
+    "incvec data aircraft ~/data ~/aircraft20 --variants twenty.txt",
+)
 def data_aircraft(
     source: Annotated[
         Path, typer.Argument(metavar="SRC", help="Complete copy in torchvision's layout, or an .npz of encoded images.")
@@ -199,19 +216,3 @@ def data_aircraft(
     names = None if variants is None else [line.strip() for line in variants.read_text().splitlines() if line.strip()]
     for line in aircraft.copy(source.expanduser(), root.expanduser(), names):
         say(line)
-
-
-def register(data: typer.Typer) -> None:
-    """Add the commands to `incvec data`."""
-    data.command("check", epilog="[bold]Example[/bold]\n\nincvec data check ~/data")(data_check)
-    data.command(
-        "pack",
-        epilog="[bold]Examples[/bold]\n\nincvec data pack ~/imagenet ~/imagenet-subset --classes imagenet-subset\n\n"
-        "incvec data pack ~/tiny-imagenet-200 ~/tiny --size 64 --classes tiny-imagenet-100\n\n"
-        "incvec data pack ~/photos ~/photos-packed --size 160 --unreadable leave-out",
-    )(data_pack)
-    data.command(
-        "aircraft",
-        epilog="[bold]Examples[/bold]\n\nincvec data aircraft aircraft20.npz ~/aircraft20\n\n"
-        "incvec data aircraft ~/data ~/aircraft20 --variants twenty.txt",
-    )(data_aircraft)

@@ -22,13 +22,7 @@ incvec list presets
 incvec list methods --json"""
 
 
-class Kind(StrEnum):
-    methods = "methods"
-    addons = "addons"
-    datasets = "datasets"
-    presets = "presets"
-    nets = "nets"
-    sweeps = "sweeps"
+Kind = StrEnum("Kind", ["methods", "addons", "datasets", "presets", "nets", "sweeps"])
 
 
 def register(app: typer.Typer) -> None:

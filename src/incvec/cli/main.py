@@ -17,14 +17,9 @@ from incvec.cli.common import say, say_error
 from incvec.errors import IncvecError
 
 PANELS = {
-    "demo": "Training",
-    "run": "Training",
-    "sweep": "Training",
-    "show": "Results",
-    "report": "Results",
-    "study": "Results",
-    "list": "Data and names",
-    "data": "Data and names",
+    **dict.fromkeys(("demo", "run", "sweep"), "Training"),
+    **dict.fromkeys(("show", "report", "study"), "Results"),
+    **dict.fromkeys(("list", "data"), "Data and names"),
 }
 EXIT_INTERRUPTED = 130  # the shell convention for a program ended by Ctrl-C
 
@@ -103,17 +98,7 @@ def root(
     """
 
 
-demo.register(app)
-run.register(app)
-sweep.register(app)
-show.register(app)
-study.register(app)
-report.register(app)
-list_command.register(app)
-data_app = typer.Typer(no_args_is_help=True, help="Check, pack and copy data sets.")
-data.register(data_app)
-app.add_typer(data_app, name="data")
-
-
-for group in (app, study.app, data_app):
+for register in (module.register for module in (demo, run, sweep, show, study, report, list_command, data)):
+    register(app)
+for group in (app, study.app, data.app):
     arrange_help(group)

@@ -7,7 +7,6 @@ person reads, so displaying a run does not slow it down.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -30,13 +29,10 @@ EPOCH_INTERVAL = 5.0  # seconds between two lines about epochs, without a termin
 SWEEP_INTERVAL = 10.0  # seconds between two summaries of a sweep, without a terminal
 
 
-# One run ------------------------------------------------------------------------------------------------------
-
-
 def follow(events: Iterator[ev.Event], console: Console | None = None) -> dict[str, Any]:
     """Drive a run to its end, display its progress and return its record."""
     console = console or Console()
-    display: Display = LiveDisplay(console) if console.is_terminal else LogDisplay(console)
+    display = LiveDisplay(console) if console.is_terminal else LogDisplay(console)
     record: dict[str, Any] = {}
     with closing(display):
         try:
@@ -63,74 +59,62 @@ def format_losses(terms: Mapping[str, float]) -> str:
     return f"{total} ({', '.join(f'{name} {value:.3g}' for name, value in terms.items())})"
 
 
-class Display(ABC):
-    """What both displays of a run have in common: the wording of its events."""
-
-    tasks = 0
-
-    @abstractmethod
-    def show(self, event: ev.Event) -> None: ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-    def started(self, event: ev.Started) -> str:
-        self.tasks = event.tasks
-        resumed = f", resuming from {event.resumed}" if event.resumed else ""
-        return f"{event.name}: {event.tasks} tasks, {event.engine} engine on {event.device}{resumed}"
-
-    def stage(self, event: ev.StageStarted | ev.EpochEnded) -> str:
-        return f"task {event.task + 1}/{self.tasks} {event.stage}"
-
-    def task_ended(self, event: ev.TaskEnded) -> str:
-        by_task = " ".join(f"{accuracy:.1f}" for accuracy in event.row)
-        return (
-            f"task {event.task + 1}/{self.tasks} finished: accuracy {event.accuracy:.2f} % on all classes seen "
-            f"(by task: {by_task})"
-        )
-
-    def finished(self, event: ev.Finished) -> str:
-        return f"already finished: {event.path}" if event.already else f"record written to {event.path}"
-
-
-class LogDisplay(Display):
+class LogDisplay:
     """Timestamped lines: one per task and stage, and one about epochs every few seconds."""
 
     def __init__(self, console: Console, interval: float = EPOCH_INTERVAL) -> None:
         self.console, self.interval = console, interval
         self.last = time.monotonic()
+        self.tasks = 0
 
     def show(self, event: ev.Event) -> None:
         match event:
             case ev.Started():
-                self.line(self.started(event))
+                self.tasks = event.tasks
+                resumed = f", resuming from {event.resumed}" if event.resumed else ""
+                engine = f"{event.engine} engine on {event.device}"
+                self.line(f"{event.name}: {event.tasks} tasks, {engine}{resumed}", "bold")
             case ev.StageStarted():
-                done = f", {event.epoch} of them done" if event.epoch else ""
-                self.line(
-                    f"{self.stage(event)}: {event.rows} images, {event.epochs} epochs of {event.steps} steps{done}"
-                )
-            case ev.EpochEnded() if time.monotonic() - self.last >= self.interval:
-                left = "" if event.seconds_left is None else f", {duration(event.seconds_left)} left"
-                self.line(
-                    f"{self.stage(event)} epoch {event.epoch}/{event.epochs}: {format_losses(event.terms)}, "
-                    f"{event.fraction:.0%} of the run{left}"
-                )
+                self.stage_started(event)
+            case ev.EpochEnded():
+                self.epoch_ended(event)
             case ev.TaskEnded():
-                self.line(self.task_ended(event))
+                accuracy = f"accuracy {event.accuracy:.2f} % on all classes seen"
+                by_task = " ".join(f"{value:.1f}" for value in event.row)
+                self.line(f"task {event.task + 1}/{self.tasks} finished: {accuracy} (by task: {by_task})")
             case ev.Notice():
-                self.line(event.text)
+                self.line(event.text, "dim")
             case ev.Finished():
-                self.line(self.finished(event))
+                self.line(f"{'already finished:' if event.already else 'record written to'} {event.path}", "dim")
 
-    def line(self, text: str) -> None:
+    def stage(self, event: ev.StageStarted | ev.EpochEnded) -> str:
+        return f"task {event.task + 1}/{self.tasks} {event.stage}"
+
+    def stage_started(self, event: ev.StageStarted) -> None:
+        done = f", {event.epoch} of them done" if event.epoch else ""
+        self.line(f"{self.stage(event)}: {event.rows} images, {event.epochs} epochs of {event.steps} steps{done}")
+
+    def epoch_ended(self, event: ev.EpochEnded) -> None:
+        if time.monotonic() - self.last >= self.interval:
+            left = "" if event.seconds_left is None else f", {duration(event.seconds_left)} left"
+            self.line(
+                f"{self.stage(event)} epoch {event.epoch}/{event.epochs}: {format_losses(event.terms)}, "
+                f"{event.fraction:.0%} of the run{left}"
+            )
+
+    def line(self, text: str, style: str = "") -> None:
         self.last = time.monotonic()
         say(f"{time.strftime('%H:%M:%S')} {text}", console=self.console)
 
+    def close(self) -> None:
+        """Leave the terminal as it was."""
 
-class LiveDisplay(Display):
+
+class LiveDisplay(LogDisplay):
     """One bar for the whole run, with the current epoch and its loss terms below. Finished tasks stay above."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(console)
         self.bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
@@ -151,33 +135,26 @@ class LiveDisplay(Display):
         return Group(self.bar.get_renderable(), Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def show(self, event: ev.Event) -> None:
-        match event:
-            case ev.Started():
-                self.line(self.started(event), "bold")
-                self.bar.update(self.row, description=event.name)
-            case ev.StageStarted():
-                self.current = f"{self.stage(event)}, epoch {event.epoch}/{event.epochs}"
-            case ev.EpochEnded():
-                left = "" if event.seconds_left is None else f"{duration(event.seconds_left)} left"
-                self.bar.update(self.row, completed=event.fraction, left=left)
-                self.current = f"{self.stage(event)}, epoch {event.epoch}/{event.epochs}, {format_losses(event.terms)}"
-            case ev.TaskEnded():
-                self.accuracy = f"accuracy {event.accuracy:.1f} %"
-                self.line(f"  {self.task_ended(event)}")
-            case ev.Notice():
-                self.line(f"  {event.text}", "dim")
-            case ev.Finished():
-                self.line(f"  {self.finished(event)}", "dim")
+        if isinstance(event, ev.Started):
+            self.bar.update(self.row, description=event.name)
+        elif isinstance(event, ev.TaskEnded):
+            self.accuracy = f"accuracy {event.accuracy:.1f} %"
+        super().show(event)
+
+    def stage_started(self, event: ev.StageStarted) -> None:
+        self.current = f"{self.stage(event)}, epoch {event.epoch}/{event.epochs}"
+
+    def epoch_ended(self, event: ev.EpochEnded) -> None:
+        left = "" if event.seconds_left is None else f"{duration(event.seconds_left)} left"
+        self.bar.update(self.row, completed=event.fraction, left=left)
+        self.current = f"{self.stage(event)}, epoch {event.epoch}/{event.epochs}, {format_losses(event.terms)}"
 
     def line(self, text: str, style: str = "") -> None:
-        """Print a line that stays, above the bar."""
-        self.live.console.print(Text(text, style=style))
+        """Print a line that stays, above the bar; all but the heading are indented."""
+        self.live.console.print(Text(text if style == "bold" else f"  {text}", style=style))
 
     def close(self) -> None:
         self.live.stop()
-
-
-# Several runs -------------------------------------------------------------------------------------------------
 
 
 @dataclass

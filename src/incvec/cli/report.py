@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from incvec.cli.common import say
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -35,9 +36,4 @@ def report(
     runs = load_runs(results)
     files = list(write_report(runs, out, find_study_figures(results)))
     tables, figures = (sum(file.suffix == suffix for file in files) for suffix in (".tex", ".png"))
-    Console().print(
-        f"{len(runs)} records; {tables} tables, {figures} figures; open {out / 'report.html'}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    say(f"{len(runs)} records; {tables} tables, {figures} figures; open {out / 'report.html'}")

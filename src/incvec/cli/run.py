@@ -50,7 +50,13 @@ A file given with --config contains the same settings as YAML: [italic]method: p
 [italic]addons: \\[ivt][/italic], [italic]tasks: 5[/italic], and one section per method and add-on, such as \
 [italic]ivt: {interval: 5}[/italic]. Precedence, highest first: --set, the other options, the file, the preset."""
 
-EXPERIMENT, OUTPUT, EXECUTION = "Experiment", "Output", "Execution"
+ADDON_HELP = "Add-on, such as ivt; see `incvec list addons`. Repeat for several, applied in this order."
+ORACLE_HELP = "Train the oracle: all images of the classes seen so far instead of the exemplar memory."
+TASKS_HELP = "Number of incremental tasks after the base task; of all tasks if there is no base task."
+VARIANT_HELP = "Preset variant, such as authors; see `incvec list presets`."
+SET_HELP = "One setting, such as ivt.interval=5. Repeat for several."
+BASES_HELP = "Folder in which runs share their trained base task."
+ENGINE_HELP = "eager, or graph: each training step compiled and captured as a CUDA graph."
 
 
 class Log(StrEnum):
@@ -61,107 +67,34 @@ def register(app: typer.Typer) -> None:
     app.command(epilog=EXAMPLES)(run)
 
 
+def option(panel: str, text: str, *names: str, default: str | bool = False, metavar: str | None = None) -> Any:
+    """An option in one panel of the help; `default` is the text shown as its default."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=default, metavar=metavar)
+
+
 def run(
-    method: Annotated[
-        str | None,
-        typer.Option(help="Method; see `incvec list methods`.", show_default=False, rich_help_panel=EXPERIMENT),
-    ] = None,
-    addon: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Add-on, such as ivt; see `incvec list addons`. Repeat for several, applied in this order.",
-            show_default=False,
-            rich_help_panel=EXPERIMENT,
-        ),
-    ] = None,
-    oracle: Annotated[
-        bool,
-        typer.Option(
-            "--oracle",
-            help="Train the oracle: all images of the classes seen so far instead of the exemplar memory.",
-            rich_help_panel=EXPERIMENT,
-        ),
-    ] = False,
-    tasks: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of incremental tasks after the base task; of all tasks if there is no base task.",
-            show_default="from the preset",
-            rich_help_panel=EXPERIMENT,
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Training seed.", show_default="0", rich_help_panel=EXPERIMENT)
-    ] = None,
-    variant: Annotated[
-        str | None,
-        typer.Option(
-            help="Preset variant, such as authors; see `incvec list presets`.",
-            show_default="paper",
-            rich_help_panel=EXPERIMENT,
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file with settings.", show_default=False, rich_help_panel=EXPERIMENT),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="One setting, such as ivt.interval=5. Repeat for several.",
-            show_default=False,
-            rich_help_panel=EXPERIMENT,
-        ),
-    ] = None,
+    method: Annotated[str | None, option("Experiment", "Method; see `incvec list methods`.")] = None,
+    addon: Annotated[list[str] | None, option("Experiment", ADDON_HELP)] = None,
+    oracle: Annotated[bool, option("Experiment", ORACLE_HELP, "--oracle")] = False,
+    tasks: Annotated[int | None, option("Experiment", TASKS_HELP, default="from the preset")] = None,
+    seed: Annotated[int | None, option("Experiment", "Training seed.", default="0")] = None,
+    variant: Annotated[str | None, option("Experiment", VARIANT_HELP, default="paper")] = None,
+    config: Annotated[Path | None, option("Experiment", "YAML file with settings.")] = None,
+    settings: Annotated[list[str] | None, option("Experiment", SET_HELP, "--set", metavar="KEY=VALUE")] = None,
     plugin: PluginFiles = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(help="Data set; see `incvec list datasets`.", show_default="digits", rich_help_panel="Data"),
-    ] = None,
+    dataset: Annotated[str | None, option("Data", "Data set; see `incvec list datasets`.", default="digits")] = None,
     data_root: DataRoot = None,
-    download: Annotated[
-        bool,
-        typer.Option("--download", help="Download the data set if it is missing.", rich_help_panel="Data"),
-    ] = False,
+    download: Annotated[bool, option("Data", "Download the data set if it is missing.", "--download")] = False,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the run: record, snapshots, checkpoint.",
-            show_default="runs/NAME",
-            rich_help_panel=OUTPUT,
-        ),
+        Path | None, option("Output", "Folder of the run: record, snapshots, checkpoint.", default="runs/NAME")
     ] = None,
-    bases: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder in which runs share their trained base task.",
-            show_default="the folder `bases` next to --out",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    bases: Annotated[Path | None, option("Output", BASES_HELP, default="the folder `bases` next to --out")] = None,
     no_share: Annotated[
-        bool,
-        typer.Option("--no-share", help="Train the base task in this run, without sharing it.", rich_help_panel=OUTPUT),
+        bool, option("Output", "Train the base task in this run, without sharing it.", "--no-share")
     ] = False,
-    log: Annotated[
-        Log | None,
-        typer.Option(
-            help="Write event files to the run's folder while it trains.", show_default=False, rich_help_panel=OUTPUT
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="auto", rich_help_panel=EXECUTION)
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="eager, or graph: each training step compiled and captured as a CUDA graph.",
-            show_default="auto",
-            rich_help_panel=EXECUTION,
-        ),
-    ] = None,
+    log: Annotated[Log | None, option("Output", "Write event files to the run's folder while it trains.")] = None,
+    device: Annotated[str | None, option("Execution", "cpu, cuda or cuda:N.", default="auto")] = None,
+    engine: Annotated[str | None, option("Execution", ENGINE_HELP, default="auto")] = None,
 ) -> None:
     """Train one method on one data set, task by task, and write a record of the results.
 
@@ -252,11 +185,7 @@ def resolve_tree(tree: dict[str, Any]) -> RunConfig:
 
 
 def read_finished(config: RunConfig, folder: Path, data_root: Path | None) -> dict[str, Any] | None:
-    """Return the record of a finished run, or None if the run is not finished.
-
-    The data set is not loaded for this, except a packed store, which opens at once: its images must be those of the
-    run.
-    """
+    """The record of a finished run, or None. Of the data sets, only a packed store is opened and checked."""
     file = folder / "record.json"
     if not file.exists():
         return None

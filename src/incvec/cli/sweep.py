@@ -142,9 +142,6 @@ def run_sweep(
     return len(failed)
 
 
-# The plan -----------------------------------------------------------------------------------------------------
-
-
 def find_sweep(name: str) -> Path:
     """The file of a packaged sweep, or the user's own file."""
     packaged = sweeps()
@@ -160,10 +157,7 @@ def find_sweep(name: str) -> Path:
 
 
 def plan(name: str, settings: Sequence[str] = ()) -> Plan:
-    """Every run of a sweep, with all settings validated before any run starts.
-
-    `method.KEY=VALUE` sets an option of whatever method a run has.
-    """
+    """Every run of a sweep, all settings validated; `method.KEY=VALUE` sets an option of the method of any run."""
     planned: dict[str, RunConfig] = {}
     runs = read_runs(find_sweep(name))
     for setting in settings:
@@ -210,9 +204,6 @@ def print_plan(planned: Plan, check: Check | None, out: Path, console: Console) 
         changed = changed_settings(resolved) | {key: resolved[key] for key in HANDLING if key in resolved}
         text = f"{state:8} {folder}  (device {config.device}, engine {config.engine}) {settings_text(changed)}"
         say(text.rstrip(), console=console)
-
-
-# Data ---------------------------------------------------------------------------------------------------------
 
 
 def data_key(config: RunConfig) -> str:

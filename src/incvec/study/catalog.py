@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
 from incvec.addons import ADDONS, find_addon
+from incvec.contracts import AddOn, Method
 from incvec.data import DATASETS
 from incvec.engine.sweep import Loader
 from incvec.errors import DataError
@@ -25,17 +26,8 @@ from incvec.nets import backbones
 from incvec.nets.dual import DUALS
 from incvec.presets import presets, sweeps
 from incvec.records import find_records, read_record
-from incvec.study import style, summary
-from incvec.study.paper import (
-    Comparison,
-    Records,
-    compare_gains,
-    is_clip,
-    is_pretrained,
-    paper_rows,
-    standard_cells,
-    values_of,
-)
+from incvec.study import paper, style, summary
+from incvec.study.paper import Comparison, Records
 from incvec.study.runs import row_name
 from incvec.study.tables import Table, mean
 
@@ -74,15 +66,14 @@ class Result(NamedTuple):
 
 def everything() -> dict[str, list[dict[str, str]]]:
     """Name, summary and paper of every component, for `incvec list`."""
-    components = {name: find_method(name) for name in METHODS} | {name: find_addon(name) for name in ADDONS}
 
-    def entry(name: str, component: str) -> dict[str, str]:
-        kind = components[component]
+    def entry(name: str, component: str = "") -> dict[str, str]:
+        kind = find_component(component or name)
         return {"name": name, "summary": kind.summary, "paper": kind.paper}
 
     return {
-        "methods": [entry(name, name) for name in METHODS],
-        "addons": [entry(name, name) for name in ADDONS],
+        "methods": [entry(name) for name in METHODS],
+        "addons": [entry(name) for name in ADDONS],
         "datasets": [
             {"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()
         ],
@@ -92,6 +83,10 @@ def everything() -> dict[str, list[dict[str, str]]]:
             {"name": name, "summary": yaml.load(file.read_text(), Loader)["summary"]} for name, file in sweeps().items()
         ],
     }
+
+
+def find_component(name: str) -> type[Method | AddOn]:
+    return find_method(name) if name in METHODS else find_addon(name)
 
 
 def second_line(entry: dict[str, str]) -> str:
@@ -117,7 +112,9 @@ def render(results: Path | None = None) -> str:
         [[f"`{name}`", entry.summary, link(entry.source)] for name, entry in DATASETS.items()],
     )
     nets = Table(["name", "description"], [[f"`{name}`", summary] for name, summary in networks().items()])
-    parts = [INTRODUCTION, "## Methods", method_table(methods), "## Add-ons", addon_table(addons)]
+    method_table = component_table(methods, "exemplars", "results", uses_exemplars)
+    addon_table = component_table(addons, "incompatible with", "gain", incompatible_methods)
+    parts = [INTRODUCTION, "## Methods", method_table, "## Add-ons", addon_table]
     parts += ["## Data sets", datasets.markdown(), "## Networks", "Selected with `--set METHOD.net=NAME`."]
     parts += [nets.markdown(), "## Details"]
     for name, results_of_name in (methods | addons).items():
@@ -125,32 +122,28 @@ def render(results: Path | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def method_table(results: dict[str, list[Result]]) -> str:
+def component_table(results: dict[str, list[Result]], column: str, last: str, text: Callable[[str], str]) -> str:
+    """Methods or add-ons, one per row; `text` gives the cell of a component in `column`."""
     rows = []
-    for name in METHODS:
-        kind = find_method(name)
-        exemplars = "yes" if kind.exemplars else "no"
-        rows.append([*described(name, kind.summary, kind.paper), exemplars, preset_count(name), status(results[name])])
-    return Table(["name", "description", "paper", "exemplars", "presets", "results"], rows).markdown()
+    for name, own in results.items():
+        kind = find_component(name)
+        datasets = {row["dataset"] for row in presets() if row["component"] == name and row["dataset"] in DATASETS}
+        cells = [f"[`{name}`](#{name})", kind.summary, link(kind.paper, "paper"), text(name)]
+        rows.append([*cells, str(len(datasets) or "–"), status(own)])
+    return Table(["name", "description", "paper", column, "presets", last], rows).markdown()
 
 
-def addon_table(results: dict[str, list[Result]]) -> str:
-    rows = []
-    for name in ADDONS:
-        kind = find_addon(name)
-        incompatible = [method for method in METHODS if kind.incompatibility(find_method(method), [])]
-        cells = described(name, kind.summary, kind.paper)
-        rows.append([*cells, codes(incompatible) or "–", preset_count(name), status(results[name])])
-    return Table(["name", "description", "paper", "incompatible with", "presets", "gain"], rows).markdown()
+def uses_exemplars(method: str) -> str:
+    return "yes" if find_method(method).exemplars else "no"
 
 
-def described(name: str, summary: str, paper: str) -> list[str]:
-    return [f"[`{name}`](#{name})", summary, link(paper, "paper")]
+def incompatible_methods(addon: str) -> str:
+    kind = find_addon(addon)
+    return codes(name for name in METHODS if kind.incompatibility(find_method(name), [])) or "–"
 
 
 def details(name: str, results: Sequence[Result]) -> list[str]:
     """The section of a component: its paper, presets and results."""
-    paper = (find_method if name in METHODS else find_addon)(name).paper
     known: dict[str, list[str]] = {}
     for row in presets():
         if row["component"] == name:
@@ -158,7 +151,7 @@ def details(name: str, results: Sequence[Result]) -> list[str]:
     datasets = [
         dataset + (f" (variants {codes(variants)})" if variants else "") for dataset, variants in sorted(known.items())
     ]
-    lines = [f"### {name}", f"{link(paper)}. Presets: {', '.join(datasets) or 'none'}."]
+    lines = [f"### {name}", f"{link(find_component(name).paper)}. Presets: {', '.join(datasets) or 'none'}."]
     return [*lines, "\n".join(f"- {result}" for result in results)] if results else lines
 
 
@@ -173,14 +166,14 @@ def judge_accuracy(dataset: str, tasks: int, records: Records) -> Result:
     own = [record for record in records if (record["dataset"], record["tasks"]) == (dataset, tasks)]
     method = own[0]["method"]
     run = f"{style.dataset(dataset)}, {tasks} tasks"
-    paper = paper_rows(dataset, method).get(method, {}).get(tasks)
-    cell = standard_cells(dataset, own).get((method, tasks))
+    published = paper.paper_rows(dataset, method).get(method, {}).get(tasks)
+    cell = paper.standard_cells(dataset, own).get((method, tasks))
     if cell is None:
-        other_model = any(is_pretrained(r) and not is_clip(r) for r in own)
+        other_model = any(paper.is_pretrained(r) and not paper.is_clip(r) for r in own)
         return Result(run, NOT_CLIP if other_model else "run with other settings")
-    if paper is None:
+    if published is None:
         return Result(run, "run, not in the paper")
-    average, last = (Comparison(values_of(cell, metric), paper[n]) for n, metric in enumerate(("AA", "LA")))
+    average, last = (Comparison(paper.values_of(cell, metric), published[n]) for n, metric in enumerate(("AA", "LA")))
     known = [value for value in (average, last) if value.difference is not None]
     reached = all((value.difference or 0) >= -MAX_SHORTFALL for value in known)
     shown, metric = (average, "AA") if average in known else (last, "LA")
@@ -193,8 +186,8 @@ def addon_results(name: str, records: Records) -> list[Result]:
     results = []
     for dataset in sorted({record["dataset"] for record in records if name in record["addons"]}):
         own = [record for record in records if record["dataset"] == dataset]
-        gains = compare_gains(dataset, own, name)
-        with_lite = compare_gains(dataset, own, name, standard_cells(dataset, own, "lite"))
+        gains = paper.compare_gains(dataset, own, name)
+        with_lite = paper.compare_gains(dataset, own, name, paper.standard_cells(dataset, own, "lite"))
         rows = {(row_name(r), r["tasks"]) for r in own if r["addons"][-1:] == [name] and not r["oracle"]}
         for row, tasks in sorted(rows):
             host = row.removesuffix(f" + {name}")
@@ -202,21 +195,16 @@ def addon_results(name: str, records: Records) -> list[Result]:
             if (host, tasks) in gains:
                 results.append(judge_gain(run, gains[host, tasks][0]))
             elif (host, tasks) in with_lite:
-                results.append(Result(run, NOT_CLIP, gain_text(with_lite[host, tasks][0])))
+                results.append(judge_gain(run, Comparison(with_lite[host, tasks][0].ours))._replace(verdict=NOT_CLIP))
             else:
                 results.append(Result(run, "run, without a paired run of its host"))
     return results
 
 
-def gain_text(gain: Comparison) -> str:
-    """`+0.60 ± 0.19 in AA, 3 seeds`."""
-    seeds = f"{len(gain.ours)} seed{'s' if len(gain.ours) > 1 else ''}"
-    return f"{mean(gain.ours, '+.2f', error=True).text} in AA, {seeds}"
-
-
 def judge_gain(run: str, gain: Comparison) -> Result:
     """A paired gain in AA against the paper's."""
-    numbers = gain_text(gain)
+    seeds = f"{len(gain.ours)} seed{'s' if len(gain.ours) > 1 else ''}"
+    numbers = f"{mean(gain.ours, '+.2f', error=True).text} in AA, {seeds}"
     if gain.mean is None or gain.paper is None:
         return Result(run, "run, not in the paper", numbers)
     reached = gain.mean >= MIN_GAIN * gain.paper if gain.paper > 0 else gain.mean >= gain.paper
@@ -231,11 +219,6 @@ def status(results: Sequence[Result]) -> str:
     return "run" if results else "pending"
 
 
-def preset_count(component: str) -> str:
-    count = len({row["dataset"] for row in presets() if row["component"] == component and row["dataset"] in DATASETS})
-    return str(count) if count else "–"
-
-
 def link(reference: str, text: str = "") -> str:
     """`Title, https://...` as a Markdown link with the title or the given text; any other reference unchanged."""
     title, comma, address = reference.rpartition(", http")
@@ -248,13 +231,9 @@ def codes(names: Iterable[str]) -> str:
 
 def overview() -> str:
     """The names only, for the README."""
-    names: dict[str, Iterable[str]] = {
-        "methods": METHODS,
-        "add-ons": ADDONS,
-        "data sets": DATASETS,
-        "networks": networks(),
-    }
-    return Table(["kind", "names"], [[kind, codes(members)] for kind, members in names.items()]).markdown()
+    kinds = ("methods", "add-ons", "data sets", "networks")
+    names = zip(kinds, map(codes, (METHODS, ADDONS, DATASETS, networks())), strict=True)
+    return Table(["kind", "names"], [[*pair] for pair in names]).markdown()
 
 
 def update_readme(text: str, results: Path) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from incvec.records import title
 from incvec.study import style
@@ -99,11 +99,6 @@ def make_bar(name: str, label: str, values: Sequence[float], paper: float | None
     return Bar(name, label, statistics.mean(values), error, len(values), paper)
 
 
-def gain_bar(name: str, label: str, gain: Comparison) -> Bar:
-    """Mean of paired differences and its standard error."""
-    return Bar(name, label, statistics.mean(gain.ours), gain.error, len(gain.ours), gain.paper)
-
-
 def bar_note(bars: Sequence[Bar], whiskers: str) -> str:
     """The meaning of the marks that are present."""
     notes = [whiskers] if any(bar.error is not None for bar in bars) else []
@@ -111,8 +106,15 @@ def bar_note(bars: Sequence[Bar], whiskers: str) -> str:
     return " ".join(notes)
 
 
-def paired_note(bars: Sequence[Bar]) -> str:
-    return f"Paired by seed. {bar_note(bars, 'Whiskers: standard error.')}".strip()
+def gain_chart(slug: str, heading: str, axis: str, gains: Mapping[tuple[str, str], Comparison]) -> list[Bars]:
+    """Means of paired differences by (name, label), with standard errors; an empty list if there are none."""
+    bars = tuple(
+        Bar(*names, statistics.mean(gain.ours), gain.error, len(gain.ours), gain.paper)
+        for names, gain in gains.items()
+        if gain.ours
+    )
+    note = f"Paired by seed. {bar_note(bars, 'Whiskers: standard error.')}".strip()
+    return [Bars(slug, heading, axis, bars, "points", True, note)] if bars else []
 
 
 def accuracy_curve(group: Group) -> Line:
@@ -167,52 +169,40 @@ def settings_charts(groups: Sequence[Group]) -> list[Bars]:
     """LA with other settings of an add-on minus LA with its preset's, paired by seed; settings that `sweep_charts`
     shows as a line are left out."""
     in_lines = [group for sweep in find_sweeps(groups) for group in sweep.groups]
-    charts = []
+    charts: list[Bars] = []
     for preset in groups:
         if preset.first.changes:
             continue
         reference = {run.seed: run.record["metrics"]["LA"] for run in preset.runs}
-        bars = []
+        gains = {}
         for group in groups:
             changes = group.first.changes
             same = (group.stream, group.title) == (preset.stream, preset.title) and group not in in_lines
             if not same or not changes or changes != group.first.addon_changes:
                 continue
-            gains = [r.record["metrics"]["LA"] - reference[r.seed] for r in group.runs if r.seed in reference]
-            if gains:
-                bars.append(gain_bar(group.title, settings_text(changes), Comparison(tuple(gains))))
-        if bars:
-            slug = f"{preset.stream.name}-{preset.title.replace(' + ', '-').replace(' ', '-')}-settings"
-            heading = f"{style.label(preset.title)} on {preset.stream}: other settings"
-            axis = "LA minus that of the preset, points"
-            charts.append(Bars(slug, heading, axis, tuple(bars), "points", True, paired_note(bars)))
+            paired = [r.record["metrics"]["LA"] - reference[r.seed] for r in group.runs if r.seed in reference]
+            gains[group.title, settings_text(changes)] = Comparison(tuple(paired))
+        slug = f"{preset.stream.name}-{preset.title.replace(' + ', '-').replace(' ', '-')}-settings"
+        heading = f"{style.label(preset.title)} on {preset.stream}: other settings"
+        charts += gain_chart(slug, heading, "LA minus that of the preset, points", gains)
     return charts
 
 
 def gain_charts(dataset: str, runs: Sequence[RunRecord]) -> list[Bars]:
     """IVT's gain in LA and in FM for every host and number of increments."""
     gains = compare_gains(dataset, [run.record for run in runs])
-    charts = []
+    charts: list[Bars] = []
     for place, metric, better in ((1, "LA", "more"), (2, "FM", "less")):
-        bars = [
-            gain_bar(f"{host} + ivt", f"{style.label(host)}, {tasks} incr.", values[place])
-            for (host, tasks), values in gains.items()
-            if values[place].ours
-        ]
-        if bars:
-            heading = f"{style.dataset(dataset)}: what IVT adds to {metric} ({better} is better)"
-            axis = f"{metric} with IVT minus {metric} without, points"
-            slug = f"{dataset}-gain-{metric}"
-            charts.append(Bars(slug, heading, axis, tuple(bars), "points", True, paired_note(bars)))
+        named = {(f"{host} + ivt", f"{style.label(host)}, {n} incr."): own[place] for (host, n), own in gains.items()}
+        heading = f"{style.dataset(dataset)}: what IVT adds to {metric} ({better} is better)"
+        axis = f"{metric} with IVT minus {metric} without, points"
+        charts += gain_chart(f"{dataset}-gain-{metric}", heading, axis, named)
     return charts
 
 
 def time_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
-    """Training time without the base task.
-
-    A record does not contain whether its run had the device to itself, so only runs below a folder with the sweep's
-    name count: `incvec sweep training-time --at-once 1 --out runs/training-time`.
-    """
+    """Training time without the base task, of runs that had the device to themselves: those below a folder with the
+    name of the sweep, `incvec sweep training-time --at-once 1 --out runs/training-time`."""
     bars = []
     for group in groups:
         timed = Group(tuple(run for run in group.runs if TIMED_SWEEP in Path(run.path).parts))
@@ -266,26 +256,19 @@ def find_sweeps(groups: Sequence[Group]) -> list[SettingSweep]:
     sweeps = []
     for (stream, name, setting), members in changed.items():
         members += [presets[stream, name]] if (stream, name) in presets else []
-        values = [(setting_value(group, setting), group) for group in members]
-        points = sorted(((float(v), group) for v, group in values if is_number(v)), key=lambda point: point[0])
-        if len(points) > 1:
-            unset = next((group for value, group in values if value is None), None)
+        section, _, key = setting.rpartition(".")
+        configs = [group.record["config"] for group in members]
+        values = [(config.get(section, {}) if section else config).get(key, "") for config in configs]
+        numbers = [(float(x), group) for x, group in zip(values, members, strict=True) if type(x) in (int, float)]
+        if len(numbers) > 1:
+            points = sorted(numbers, key=lambda point: point[0])
+            unset = members[values.index(None)] if None in values else None
             record = members[0].record
-            others = [addon for addon in record["addons"] if addon != setting.partition(".")[0]]
+            others = [addon for addon in record["addons"] if addon != section]
             host = presets.get((stream, title({**record, "addons": others})))
             plain = host if others != record["addons"] else None
             sweeps.append(SettingSweep(stream, name, setting, tuple(points), unset, plain))
     return sweeps
-
-
-def setting_value(group: Group, setting: str) -> Any:
-    section, _, key = setting.rpartition(".")
-    config = group.record["config"]
-    return (config.get(section, {}) if section else config).get(key, "")
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def sweep_charts(groups: Sequence[Group]) -> list[Lines]:

@@ -48,8 +48,8 @@ def make_sections(runs: Sequence[RunRecord], study_figures: Sequence[StudyFigure
     for dataset in datasets:
         own = [run for run in runs if run.record["dataset"] == dataset]
         sections += dataset_sections(dataset, [group for group in groups if group.dataset == dataset], own)
-    tables = tuple(table for figure in study_figures if (table := figure.path_table()))
-    drawn = tuple(chart for figure in study_figures if (chart := figure.path_chart()))
+    paths = [figure for figure in study_figures if figure.data["kind"] == "path"]
+    tables, drawn = tuple(path.path_table() for path in paths), tuple(path.path_chart() for path in paths)
     sections.append(Section("study", "Figures of the study", tables, drawn, tuple(study_figures)))
     how = (page_tables.how_table(groups), page_tables.record_table(runs))
     sections.append(Section("how-it-was-run", "How the runs were made", how))
@@ -80,7 +80,7 @@ def dataset_sections(dataset: str, groups: Sequence[Group], runs: Sequence[RunRe
 
 
 def introduction(runs: Sequence[RunRecord]) -> str:
-    devices = sorted({page_tables.device(run.record) for run in runs})
+    devices = sorted({page_tables.origin(run.record)[0] for run in runs})
     seeds = len({run.seed for run in runs})
     count = f"{len(runs)} records" if len(runs) > 1 else "one record"
     return (

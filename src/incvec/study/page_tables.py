@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from incvec.study import comparisons, style
 from incvec.study.groups import Group
@@ -25,11 +25,8 @@ def comparison_tables(dataset: str, runs: Sequence[RunRecord]) -> list[Table]:
         tables += [comparisons.ablation_table(name, scratch) for name in ablation_names(dataset)]
     for table in pretrained_tables():
         if table.dataset == dataset and table.cells(pretrained):
-            if table.clip:
-                tables.append(comparisons.clip_table(table, pretrained))
-            else:
-                tables.append(comparisons.lite_table(table, pretrained))
-                tables.append(comparisons.pretrained_gain_table(table, pretrained))
+            gains = None if table.clip else comparisons.pretrained_gain_table(table, pretrained)
+            tables += [comparisons.pretrained_table(table, pretrained), gains]
     rates = comparisons.learning_rate_table(pretrained)
     return [with_labels(table) for table in tables if table and table.rows] + ([rates] if rates else [])
 
@@ -56,26 +53,23 @@ def gap_table(dataset: str, groups: Sequence[Group]) -> Table | None:
     rows = []
     for group in groups:
         own = [gap for run in group.runs if (gap := gaps[run.path]) is not None and gap.closed is not None]
-        if group.dataset == dataset and own:
-            cells = [Cell(group.label), number(group.stream.tasks, "d"), number(len(own), "d")]
-            cells += [mean([gap.plain for gap in own]), mean([gap.with_addons for gap in own])]
-            cells += [mean([gap.oracle for gap in own]), mean([100 * (gap.closed or 0) for gap in own], ".1f")]
-            rows.append(cells)
-    columns: list[str | Column] = ["run", Column("increments"), Column("seeds")]
-    columns += [Column(label, "LA ↑") for label in ("plain", "with add-on", "oracle")] + [Column("gap closed, %")]
+        if own:
+            accuracies = [mean(values) for values in zip(*own, strict=True)]
+            closed = mean([100 * (gap.closed or 0) for gap in own], ".1f")
+            rows.append([group.label, number(group.stream.tasks, "d"), number(len(own), "d"), *accuracies, closed])
+    labels = ("increments", "seeds", "LA ↑ plain", "LA ↑ with add-on", "LA ↑ oracle", "gap closed, %")
     note = "Share of the way in LA from the plain method to its oracle, which keeps all images of the past."
     title = f"{style.dataset(dataset)}: the oracle gap"
-    return Table(columns, rows, title, note, f"{dataset}-gap") if rows else None
+    return Table(["run", *map(Column, labels)], rows, title, note, f"{dataset}-gap") if rows else None
 
 
 def group_table(dataset: str, groups: Sequence[Group]) -> Table:
     """Every group of a data set, changed settings included."""
     rows = []
     for group in groups:
-        if group.dataset == dataset:
-            cells = [Cell(style.label(group.title)), code(settings_text(group.first.changes))]
-            cells += [number(group.stream.tasks, "d"), number(len(group.runs), "d")]
-            rows.append([*cells, *(mean(group.metric(name)) for name in METRICS), mean(group.seconds, ".1f")])
+        cells = [Cell(style.label(group.title)), code(settings_text(group.first.changes))]
+        cells += [number(group.stream.tasks, "d"), number(len(group.runs), "d")]
+        rows.append([*cells, *(mean(group.metric(name)) for name in METRICS), mean(group.seconds, ".1f")])
     labels = ("increments", "seeds", *HEADINGS.values(), "time, s")
     note = (
         f"{comparisons.MEASURES} Mean ± standard deviation over seeds. Time: training of all tasks but the base, which "
@@ -87,11 +81,14 @@ def group_table(dataset: str, groups: Sequence[Group]) -> Table:
 
 def how_table(groups: Sequence[Group]) -> Table:
     """Command, device, versions and commit of each group."""
-    parts: tuple[Callable[[Record], str], ...] = (device, engine, versions, commit)
     rows = []
     for group in groups:
-        cells = [Cell(group.label), code(run_command(group.record["config"])), Cell(seeds(group))]
-        rows.append(make_row(*cells, *(", ".join(sorted({part(run.record) for run in group.runs})) for part in parts)))
+        trained = ", ".join(map(str, sorted({run.record["seed"] for run in group.runs})))
+        orders = ", ".join(sorted({str(run.record.get("order_seed")) for run in group.runs}))
+        seeds = f"{trained} (class order {orders})"
+        origins = zip(*(origin(run.record) for run in group.runs), strict=True)
+        cells = [", ".join(sorted(set(texts))) for texts in origins]
+        rows.append(make_row(group.label, code(run_command(group.record["config"])), seeds, *cells))
     columns = ("run", "command", "seeds", "device", "engine", "versions", "commit")
     note = "The command trains the first seed; for the others, change --seed. Runs may have shared a device."
     return Table(columns, rows, "How the runs were made", note, "how")
@@ -109,25 +106,15 @@ def record_table(runs: Sequence[RunRecord]) -> Table:
     return Table(["run", "data set", "changed", *map(Column, labels), "file"], rows, "Every record", slug="records")
 
 
-def seeds(group: Group) -> str:
-    trained = sorted({run.record["seed"] for run in group.runs})
-    orders = sorted({str(run.record.get("order_seed")) for run in group.runs})
-    return f"{', '.join(map(str, trained))} (class order {', '.join(orders)})"
-
-
-def device(record: Record) -> str:
-    return str(record["environment"].get("device") or "unknown")
-
-
-def engine(record: Record) -> str:
-    used = record.get("engine") or {}
-    return " ".join(str(used[key]) for key in ("kind", "precision") if used.get(key)) or "unknown"
-
-
-def versions(record: Record) -> str:
-    used = record["environment"].get("versions") or {}
-    return " ".join(f"{name} {used[name]}" for name in ("incvec", "torch", "python") if name in used) or "unknown"
-
-
-def commit(record: Record) -> str:
-    return str(record["environment"].get("commit") or "unknown")
+def origin(record: Record) -> tuple[str, str, str, str]:
+    """Device, engine, versions and commit of a run."""
+    environment, engine = record["environment"], record.get("engine") or {}
+    versions = environment.get("versions") or {}
+    texts = (
+        str(environment.get("device") or ""),
+        " ".join(str(engine[key]) for key in ("kind", "precision") if engine.get(key)),
+        " ".join(f"{name} {versions[name]}" for name in ("incvec", "torch", "python") if name in versions),
+        str(environment.get("commit") or ""),
+    )
+    device, engine_text, version_text, commit = (text or "unknown" for text in texts)
+    return device, engine_text, version_text, commit

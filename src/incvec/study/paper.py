@@ -225,6 +225,10 @@ class PretrainedTable:
     rows: tuple[str, ...]
     clip: bool
 
+    @property
+    def kind(self) -> str:
+        return "clip" if self.clip else "lite"
+
     def contains(self, record: Record) -> bool:
         same_data = record["dataset"] == self.dataset and len(record["class_order"]) == self.classes
         return same_data and is_standard(record, "paper" if self.clip else "lite")

@@ -188,12 +188,11 @@ def pretrained_sections(records: Records) -> list[str]:
         "Commands: `incvec sweep clip-cifar100`, `incvec sweep clip-aircraft`. FM follows the paper's formula; the",
         "paper's own numbers agree with `fm_spu` instead, except RAPF's: several are below what the formula can give.",
     ]
-    clip = [table for table in paper.pretrained_tables() if table.clip]
-    lite = [table for table in paper.pretrained_tables() if not table.clip]
+    clip, lite = ([table for table in paper.pretrained_tables() if table.clip is kind] for kind in (True, False))
     with_clip = [r for r in records if any(table.contains(r) for table in clip)]
     with_lite = [r for r in records if any(table.contains(r) for table in lite)]
     for table in clip:
-        lines += titled(f"### CLIP ViT-B/16: {table.title}", comparisons.clip_table(table, records))
+        lines += titled(f"### CLIP ViT-B/16: {table.title}", comparisons.pretrained_table(table, records))
         lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
     lines += provenance(with_clip)
     lines += [
@@ -205,7 +204,7 @@ def pretrained_sections(records: Records) -> list[str]:
         "`incvec sweep lite-rate`: FLYP without IVT, on training images held out of CIFAR-100's first two tasks.",
     ]
     for table in lite:
-        lines += titled(f"### Not CLIP: {table.title}", comparisons.lite_table(table, records))
+        lines += titled(f"### Not CLIP: {table.title}", comparisons.pretrained_table(table, records))
         lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
     lines += titled("### The learning rate, on held-out training images", comparisons.learning_rate_table(records))
     lines += provenance([*with_lite, *paper.learning_rate_records(records)])

@@ -4,13 +4,12 @@ the table that `incvec show` prints."""
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -113,8 +112,7 @@ def run_command(config: Mapping[str, Any], out: str | Path | None = None, **chan
     """The `incvec run` that makes a run of a resolved configuration, with some of its fields changed."""
     config = {**config, **changes}
     words = ["incvec", "run", "--method", config["method"]]
-    for name in config["addons"]:
-        words += ["--addon", name]
+    words += [word for name in config["addons"] for word in ("--addon", name)]
     words += ["--dataset", config["dataset"], "--tasks", str(config["tasks"]), "--seed", str(config["seed"])]
     words += ["--data-root", "DATA"] if config["dataset"] != "digits" else []  # the digits are embedded
     words += ["--oracle"] if config["oracle"] else []
@@ -129,8 +127,7 @@ def run_command(config: Mapping[str, Any], out: str | Path | None = None, **chan
     return shlex.join(words)
 
 
-@dataclass(frozen=True)
-class OracleGap:
+class OracleGap(NamedTuple):
     """LA of a run with add-ons, of the plain method and of its oracle, with the same seed and settings."""
 
     plain: float
@@ -144,8 +141,7 @@ class OracleGap:
 
 
 def oracle_gaps(records: Sequence[Record]) -> list[OracleGap | None]:
-    """For each record, its gap; None for a run without add-ons, for an oracle, and if the plain run or the oracle with
-    the same seed and settings is missing."""
+    """The gap of each run with add-ons; None for others, and without a plain run and an oracle to compare with."""
     keys = [_comparison_key(record) for record in records]
     last: dict[tuple[str, bool], float] = {}
     for key, record in zip(keys, records, strict=True):
@@ -163,13 +159,11 @@ def oracle_gaps(records: Sequence[Record]) -> list[OracleGap | None]:
 
 def _comparison_key(record: Record) -> str:
     """Equal for a method, its oracle and the method with any add-on, all else (the seed included) being equal."""
-    config = dict(record.get("config") or {})
     try:
         settings = host_changes(record)
     except (ConfigError, KeyError):  # of a method that is not installed, or of an incomplete record
-        settings = {
-            k: v for k, v in config.items() if k not in ("addons", "oracle", "device", "engine", *record["addons"])
-        }
+        ignored = {"addons", "oracle", "device", "engine", *record["addons"]}
+        settings = {key: value for key, value in record.get("config", {}).items() if key not in ignored}
     named = [record[key] for key in ("method", "dataset", "tasks", "test_counts")]
     return digest([named, seed_of(record), settings])
 
@@ -184,7 +178,7 @@ class RunRow:
     seed: int
     AA: float
     LA: float
-    FM: float | None
+    FM: float | None  # None if there was a single task
     gap_closed: float | None
     seconds: float | None
     path: str | None = None
@@ -193,28 +187,15 @@ class RunRow:
 
 def run_rows(records: Sequence[Record], paths: Sequence[str] | None = None) -> list[RunRow]:
     """One row per record, in the given order."""
-    rows = [
-        RunRow(
-            run=title(record),
-            dataset=record["dataset"],
-            tasks=record["tasks"],
-            seed=record["seed"],
-            AA=record["metrics"]["AA"],
-            LA=record["metrics"]["LA"],
-            FM=record["metrics"].get("FM"),  # none if there was a single task
-            gap_closed=None if gap is None else gap.closed,
-            seconds=record.get("seconds"),
-            path=None if paths is None else paths[place],
-        )
-        for place, (record, gap) in enumerate(zip(records, oracle_gaps(records), strict=True))
-    ]
-    count = Counter((row.run, row.dataset, row.tasks, row.seed) for row in rows)
-    return [
-        replace(
-            row, changed=_changed(record, row.path if count[row.run, row.dataset, row.tasks, row.seed] > 1 else None)
-        )
-        for row, record in zip(rows, records, strict=True)
-    ]
+    names = [(title(record), record["dataset"], record["tasks"], record["seed"]) for record in records]
+    rows = []
+    for place, (record, name, gap) in enumerate(zip(records, names, oracle_gaps(records), strict=True)):
+        average, last, forgetting = (record["metrics"].get(metric) for metric in ("AA", "LA", "FM"))
+        path = None if paths is None else paths[place]
+        changed = _changed(record, path if names.count(name) > 1 else None)
+        closed = None if gap is None else gap.closed
+        rows.append(RunRow(*name, average, last, forgetting, closed, record.get("seconds"), path, changed))
+    return rows
 
 
 def _changed(record: Record, path: str | None) -> str | None:
@@ -233,14 +214,11 @@ def runs_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True) 
     made = []
     for row in rows:
         name = row.run
-        if row.changed and footnotes:
-            name += f" [{notes.setdefault(row.changed, len(notes) + 1)}]"
-        elif row.changed:
-            name += f" ({row.changed})"
+        if row.changed:
+            name += f" [{notes.setdefault(row.changed, len(notes) + 1)}]" if footnotes else f" ({row.changed})"
         closed = Cell(MISSING) if row.gap_closed is None else Cell(f"{100 * row.gap_closed:.0f} %", row.gap_closed)
-        cells = [name, row.dataset, str(row.tasks), str(row.seed), f"{row.AA:.2f}", f"{row.LA:.2f}"]
-        forgetting = MISSING if row.FM is None else f"{row.FM:.2f}"
-        made.append(make_row(*cells, forgetting, closed, number(row.seconds, ".1f"), dim=row.run.endswith(" oracle")))
+        cells = [name, row.dataset, str(row.tasks), str(row.seed), *map(number, (row.AA, row.LA, row.FM)), closed]
+        made.append(make_row(*cells, number(row.seconds, ".1f"), dim=row.run.endswith(" oracle")))
     labels = ("tasks", "seed", "AA", "LA", "FM", "gap\nclosed", "seconds")  # 80 columns are enough
     note = "\n".join(f"[{place}] {text}" for text, place in notes.items())
     return Table(["run", "data set", *map(Column, labels)], made, title, note)

@@ -4,9 +4,7 @@ pictures."""
 from __future__ import annotations
 
 import base64
-import itertools
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -57,19 +55,15 @@ class StudyFigure:
         """The picture inside an address, so that the page needs no other file."""
         return "data:image/png;base64," + base64.b64encode(self.pictures[".png"]).decode()
 
-    def path_table(self) -> Table | None:
+    def path_table(self) -> Table:
         """Length, accuracy at both ends and barrier of every path."""
-        if self.data["kind"] != "path":
-            return None
         try:
             return path_table(self.data, self.title, f"{self.slug}-table")
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise DataError(f"{self.file} is damaged ({error!r}): make it again with `incvec study path`.") from None
 
-    def path_chart(self) -> Lines | None:
+    def path_chart(self) -> Lines:
         """Accuracy on the old tasks along the paths."""
-        if self.data["kind"] != "path":
-            return None
         share = self.data.get("axis") == "share"
         lines = []
         for curve in self.data["curves"]:
@@ -81,16 +75,9 @@ class StudyFigure:
 
 def find_study_figures(paths: Sequence[Path]) -> list[StudyFigure]:
     """Every figure at or below the folders, each with a slug of its own."""
-    found = [(file, read_figure(file)) for file in find_figures([path for path in paths if path.is_dir()])]
-    figures = [StudyFigure(file, data) for file, data in found if data is not None]
+    files = find_figures([path for path in paths if path.is_dir()])
+    figures = [StudyFigure(file, data) for file in files if (data := read_figure(file))]
     figures.sort(key=lambda figure: (figure.file.parent, list(KINDS).index(figure.data["kind"])))
-    count = Counter(figure.slug for figure in figures)
-    taken = {slug for slug, times in count.items() if times == 1}
-    numbered = []
-    for figure in figures:
-        if count[figure.slug] > 1:
-            candidates = (replace(figure, number=number) for number in itertools.count(1))
-            figure = next(candidate for candidate in candidates if candidate.slug not in taken)
-            taken.add(figure.slug)
-        numbered.append(figure)
-    return numbered
+    slugs = [figure.slug for figure in figures]
+    numbers = [slugs[: place + 1].count(slug) if slugs.count(slug) > 1 else 0 for place, slug in enumerate(slugs)]
+    return [replace(figure, number=number) for figure, number in zip(figures, numbers, strict=True)]

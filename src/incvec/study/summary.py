@@ -5,7 +5,6 @@ python -m incvec.study.catalog --readme README.md
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from incvec.study.tables import Table, duration
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 DATASET = "cifar100"
 NOT_RUN = "not run yet"
-CAPTIONS = {"path": "Accuracy and loss along the lines between models", "gap": "The gap to the oracle"}
+CAPTION = "Accuracy and loss along the lines between models"
 
 
 def render(folder: Path) -> str:
@@ -63,14 +62,13 @@ def time_text(records: Records) -> str:
 
 
 def figure_text(folder: Path) -> str:
-    """The path if there is one, else the oracle gap, with its numbers in words."""
+    """The path figure with its numbers in words; one with interpolated BatchNorm statistics first."""
     figures = {file: read_figure(file) or {} for file in (find_figures([folder]) if folder.is_dir() else [])}
-    for kind in ("path", "gap"):
-        for file, data in sorted(figures.items(), key=lambda item: item[1].get("batchnorm") == "recalibrate"):
-            picture = file.with_suffix(".png")
-            if (data.get("kind"), data.get("dataset")) == (kind, DATASET) and picture.is_file():
-                text = gap_text(data) if kind == "gap" else path_text(data) + recalibrated_text(data, figures.values())
-                return f"![{CAPTIONS[kind]}]({picture.relative_to(folder.parent).as_posix()})\n\n{text}"
+    for file, data in sorted(figures.items(), key=lambda item: item[1].get("batchnorm") == "recalibrate"):
+        picture = file.with_suffix(".png")
+        if (data.get("kind"), data.get("dataset")) == ("path", DATASET) and picture.is_file():
+            text = path_text(data) + recalibrated_text(data, figures.values())
+            return f"![{CAPTION}]({picture.relative_to(folder.parent).as_posix()})\n\n{text}"
     return "Figure: not made yet."
 
 
@@ -98,10 +96,3 @@ def recalibrated_text(data: Mapping[str, Any], others: Iterable[Mapping[str, Any
             barriers = ", ".join(f"{curve['barrier']['accuracy']['old']:.1f}" for curve in other["curves"])
             return f" With BatchNorm statistics re-estimated at every point, the barriers are {barriers}."
     return ""
-
-
-def gap_text(data: Mapping[str, Any]) -> str:
-    parts = [f"{run['name']} {run['LA']['mean']:.1f}" for run in data["runs"]]
-    shares = [run["gap_closed"] for run in data["runs"] if run.get("gap_closed") is not None]
-    closed = f" {100 * statistics.mean(shares):.0f} % of the gap to the oracle is closed." if len(shares) == 1 else ""
-    return f"Accuracy after the last task, in percent: {', '.join(parts)}.{closed}"

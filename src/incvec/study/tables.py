@@ -12,7 +12,6 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal
 
 from rich import box
@@ -34,10 +33,7 @@ LATEX = {
 
 @dataclass(frozen=True)
 class Column:
-    """A heading; columns side by side with the same group share a heading above theirs."""
-
     label: str  # may contain a line break, for a terminal
-    group: str = ""
     numeric: bool = True
 
     @property
@@ -78,12 +74,11 @@ class Table:
         self.slug = safe_name(slug) if slug else ""
 
     def texts(self) -> list[list[str]]:
-        """The cells' text, row by row."""
         return [[cell.text for cell in row.cells] for row in self.rows]
 
     def markdown(self, align: bool = True) -> str:
         """Without title and note; numbers to the right if `align`."""
-        lines = ["| " + " | ".join(f"{column.group} {column.heading}".strip() for column in self.columns) + " |"]
+        lines = ["| " + " | ".join(column.heading for column in self.columns) + " |"]
         lines.append("|" + "|".join("---:" if align and column.numeric else "---" for column in self.columns) + "|")
         for row in self.rows:
             texts = [cell.text.replace("|", "\\|") for cell in row.cells]
@@ -93,18 +88,10 @@ class Table:
 
     def latex(self) -> str:
         """A table environment; requires booktabs, and array if a column breaks."""
-        lines = [r"\begin{table}[t]", r"\centering", rf"\caption{{{escape_latex(f'{self.title}. {self.note}')}}}"]
-        lines += [rf"\label{{tab:{self.slug}}}"]
+        caption = escape_latex(f"{self.title}. {self.note}")
+        lines = [r"\begin{table}[t]", r"\centering", rf"\caption{{{caption}}}", rf"\label{{tab:{self.slug}}}"]
         kinds = "".join(self._latex_kind(place) for place in range(len(self.columns)))
         lines += [rf"\begin{{tabular}}{{@{{}}{kinds}@{{}}}}", r"\toprule"]
-        groups = self._groups()
-        if any(text for text, _ in groups):
-            shown, rules, place = [], [], 1
-            for text, width in groups:
-                shown.append(rf"\multicolumn{{{width}}}{{c}}{{{escape_latex(text)}}}" if text else " & " * (width - 1))
-                rules += [rf"\cmidrule(lr){{{place}-{place + width - 1}}}"] if text else []
-                place += width
-            lines += [" & ".join(shown) + r" \\", " ".join(rules)]
         lines += [" & ".join(escape_latex(column.heading) for column in self.columns) + r" \\", r"\midrule"]
         lines += [" & ".join(map(latex_cell, row.cells)) + r" \\" for row in self.rows]
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
@@ -117,11 +104,7 @@ class Table:
         if any(row.dim for row in self.rows) and not all(row.dim for row in self.rows):
             lines.append('<label class="filter"><input type="checkbox"> also show rows without runs</label>')
         lines.append('<div class="scroll" tabindex="0"><table><thead>')
-        groups = self._groups()
-        if any(text for text, _ in groups):
-            cells = [f'<th colspan="{width}">{html.escape(text)}</th>' for text, width in groups]
-            lines.append('<tr class="groups">' + "".join(cells) + "</tr>")
-        kinds = [self._html_kind(place) for place in range(len(self.columns))]
+        kinds = ["number" if column.numeric else "" for column in self.columns]
         heads = [
             f'<th class="{kind}" scope="col"><button type="button">{html.escape(column.heading)}</button></th>'
             for kind, column in zip(kinds, self.columns, strict=True)
@@ -146,25 +129,15 @@ class Table:
         )
         for place, column in enumerate(self.columns):
             side: Literal["left", "right"] = "right" if column.numeric else "left"
-            label = Text(f"{column.group} {column.label}".strip())
-            table.add_column(label, justify=side, no_wrap=place > 0, overflow="fold")
+            table.add_column(Text(column.label), justify=side, no_wrap=place > 0, overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell.text) for cell in row.cells), style="dim" if row.dim else None)
         return table
-
-    def _groups(self) -> list[tuple[str, int]]:
-        """Headings above neighboring columns, each with the number of columns below it."""
-        return [(group, len(list(members))) for group, members in groupby(self.columns, lambda column: column.group)]
 
     def _latex_kind(self, place: int) -> str:
         if any(row.cells[place].code and len(row.cells[place].text) > LONG_CODE for row in self.rows):
             return r">{\raggedright\arraybackslash}p{6cm}"
         return "r" if self.columns[place].numeric else "l"
-
-    def _html_kind(self, place: int) -> str:
-        column = self.columns[place]
-        edge = bool(column.group) and (place == 0 or self.columns[place - 1].group != column.group)
-        return " ".join(name for name, wanted in (("number", column.numeric), ("edge", edge)) if wanted)
 
 
 def make_row(*cells: Cell | str, dim: bool = False) -> Row:

@@ -112,6 +112,11 @@ def test_model_that_cannot_be_captured_is_evaluated_eagerly(
     assert evaluator.used == "loop"
 
 
+def test_unknown_backend_is_refused(runs: FinishedRuns, few: Dataset) -> None:
+    with pytest.raises(ValueError, match="unknown backend 'vmap'; expected one of auto, graph, loop"):
+        StateEvaluator(load_snapshot(runs.plain, 0, few), backend="vmap")  # type: ignore[arg-type]
+
+
 def test_subset_of_images_is_spread_over_the_classes(runs: FinishedRuns, few: Dataset) -> None:
     assert evenly_spaced(torch.arange(10), 4).tolist() == [0, 2, 5, 7]
     assert evenly_spaced(torch.arange(3), 9).tolist() == [0, 1, 2]

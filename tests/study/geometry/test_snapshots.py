@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from incvec.atomic_files import read_tensors, write_tensors
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.engine.seeds import derive
@@ -62,6 +63,14 @@ def test_missing_snapshots_and_impossible_growth(run: tuple[Path, dict[str, Any]
     for wrong in (0, 3):
         with pytest.raises(ConfigError, match=f"grow_to is {wrong}: expected a task from 1,.* to 2"):
             load_snapshot(out, 1, few, grow_to=wrong)
+
+
+def test_snapshots_of_format_1_are_read(runs: FinishedRuns, tmp_path: Path) -> None:
+    tensors, metadata = read_tensors(runs.ivt / "snapshots" / "task-00.safetensors")
+    metadata["config"]["ivt"]["optimiser_state"] = metadata["config"]["ivt"].pop("optimizer_state")
+    (tmp_path / "snapshots").mkdir()
+    write_tensors(tmp_path / "snapshots" / "task-00.safetensors", tensors, {**metadata, "format": 1})
+    assert run_config(tmp_path) == run_config(runs.ivt)
 
 
 def test_last_task_is_the_highest(runs: FinishedRuns, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +122,8 @@ class StateEvaluator:
     batchnorm: BatchNormMode = "interpolate"
 
     def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise ValueError(f"unknown backend {self.backend!r}; expected one of {', '.join(get_args(Backend))}")
         parts = self.snapshot.parts
         tasks = range(self.snapshot.task.index + 1) if self.tasks is None else self.tasks
         rows = [parts.test.rows_of(parts.tasks[t].first, parts.tasks[t].last) for t in tasks]

@@ -51,10 +51,8 @@ def oracle_gap(records: Sequence[Record], warn: Callable[[str], None] | None = N
 
 def with_preset_addons(records: Sequence[Record]) -> list[Record]:
     """Without add-ons that have changed settings, if the same add-ons were run with those of the preset."""
-    changed = [bool(addon_changes(record)) for record in records]
-    preset = {tuple(record["addons"]) for record, other in zip(records, changed, strict=True) if not other}
-    pairs = zip(records, changed, strict=True)
-    return [record for record, other in pairs if not other or tuple(record["addons"]) not in preset]
+    preset = [record["addons"] for record in records if not addon_changes(record)]
+    return [record for record in records if record["addons"] not in preset or not addon_changes(record)]
 
 
 def same_images(joint: Record, record: Record) -> bool:

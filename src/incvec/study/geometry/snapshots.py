@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from incvec.atomic_files import read_tensors
-from incvec.config import RunConfig, upgrade_settings
+from incvec.config import RunConfig
 from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.data.source import inference_batch_size
@@ -139,7 +139,7 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
     tensors, metadata = read_tensors(file, repair)
     if metadata.get("kind") != "snapshot":
         raise CheckpointError(f"{file} is a {metadata.get('kind')}, expected the snapshot of a task.")
-    return tensors, {**metadata, "config": upgrade_settings(metadata["config"])}
+    return tensors, metadata
 
 
 def missing_snapshot(run: str | Path, task: int) -> ConfigError | DataError:
@@ -175,22 +175,11 @@ def run_config(run: str | Path) -> RunConfig:
     return resolve(run_metadata(run)["config"])
 
 
-def run_title(config: RunConfig) -> str:
-    """`podnet + ivt`."""
-    return title({"method": config.method, "addons": config.addons, "oracle": config.oracle})
-
-
 def describe_run(run: Path) -> dict[str, Any]:
     """Name, method, add-ons and folder, for the JSON file of a figure."""
     config = run_config(run)
-    return {
-        "name": style.label(run_title(config)),
-        "method": config.method,
-        "addons": list(config.addons),
-        "oracle": config.oracle,
-        "seed": config.seed,
-        "run": run.name,
-    }
+    named = {"method": config.method, "addons": list(config.addons), "oracle": config.oracle}
+    return {"name": style.label(title(named)), **named, "seed": config.seed, "run": run.name}
 
 
 def check_run_folder(path: Path) -> None:
