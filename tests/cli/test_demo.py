@@ -34,12 +34,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
 
 def test_demo_prints_a_table_and_draws_a_figure(demo: Demo) -> None:
     out, records, text = demo
-    assert [(r["method"], r["addons"], r["oracle"]) for r in records] == [
-        ("finetune", [], False),
-        ("podnet", [], False),
-        ("podnet", ["ivt"], False),
-        ("podnet", [], True),
-    ]
     for record, name in zip(records, RUNS, strict=True):
         row = next(line for line in text.splitlines() if line.strip().startswith(f"{name} "))
         assert [f"{record['metrics'][key]:.2f}" in row for key in ("AA", "LA", "FM")] == [True] * 3

@@ -35,9 +35,7 @@ def test_latex(table: Table) -> None:
         r"\label{tab:s}",
         r"\begin{tabular}{@{}lrrlr@{}}",
         r"\toprule",
-        r" & \multicolumn{2}{c}{AA $\uparrow$} &  & " + r" \\",
-        r"\cmidrule(lr){2-3}",
-        r"run & ours & diff & set & last one \\",
+        r"run & AA $\uparrow$ ours & AA $\uparrow$ diff & set & last one \\",
         r"\midrule",
         r"A \& B\_1 & $1.50_{\pm 0.71}$ & $-0.50$ & \texttt{x=\#1|2} & -- \\",
         r"[b]\textless{}i\textgreater{} & $1.50_{\pm 0.71}$ & $-0.50$ & \texttt{x=\#1|2} & -- \\",
@@ -51,8 +49,7 @@ def test_html(table: Table) -> None:
     text = table.html()
     assert text.startswith('<div class="table" id="s"><h3>50 % off</h3><p class="note">Note</p><label')
     assert "<h3>" not in table.html(section="50 % off")
-    assert '<th colspan="2">AA ↑</th>' in text
-    assert '<td class="number edge" data-value="1.5">1.50 ± 0.71</td>' in text
+    assert '<td class="number" data-value="1.5">1.50 ± 0.71</td>' in text
     assert '<tr class="not-run"><td class="">[b]&lt;i&gt;</td>' in text
     assert re.findall(r"<code>.*?</code>", text) == ["<code>x=#1|2</code>"] * 2
 
@@ -91,31 +88,17 @@ def test_missing_numbers() -> None:
     assert code("") == Cell("–")
 
 
-@pytest.mark.parametrize("name", ["cifar100-5-podnet", "a.b_c-D", "lab-figures-path-1"])
-def test_safe_names_stay(name: str) -> None:
-    assert safe_name(name) == name
-
-
 @pytest.mark.parametrize("name", ["../../etc", "a/b", "podnet + ivt", "..", "", "-x", "ä", "x" * 1000, "a\0b", "a\nb"])
-def test_other_names_become_safe_and_stay_different(name: str) -> None:
+def test_unsafe_names_become_safe_and_stay_different(name: str) -> None:
+    for safe in ("cifar100-5-podnet", "a.b_c-D", "lab-figures-path-1"):
+        assert safe_name(safe) == safe
     made = safe_name(name)
     assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", made)
     assert safe_name(made) == made
     assert len({safe_name(other) for other in (name, name + "/", name + "?")}) == 3
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59.7, "1 min 00 s"),
-        (185, "3 min 05 s"),
-        (3599, "59 min 59 s"),
-        (3599.7, "1 h 00 min"),
-        (7465, "2 h 04 min"),
-        (7475, "2 h 05 min"),
-        (10795, "3 h 00 min"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+def test_durations() -> None:
+    assert [duration(seconds) for seconds in (0.4, 59.7, 185)] == ["0 s", "1 min 00 s", "3 min 05 s"]
+    assert [duration(seconds) for seconds in (3599, 3599.7, 7465)] == ["59 min 59 s", "1 h 00 min", "2 h 04 min"]
+    assert [duration(seconds) for seconds in (7475, 10795)] == ["2 h 05 min", "3 h 00 min"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
@@ -45,10 +45,15 @@ def register(root: typer.Typer) -> None:
 
 
 class ImageProgress:
-    """Progress over images: a bar on a terminal, otherwise a line from time to time."""
+    """Progress over images: a bar on a terminal, otherwise a line from time to time.
 
-    def __init__(self, action: str, console: Console | None = None) -> None:
-        self.action, self.console = action, console or Console()
+    `on_start` is called with the number of images done before.
+    """
+
+    def __init__(
+        self, action: str, console: Console | None = None, on_start: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.action, self.console, self.on_start = action, console or Console(), on_start
         self.start: tuple[float, int] | None = None  # time, and images done before
         self.done = 0
         self.last_line = time.monotonic()
@@ -58,6 +63,8 @@ class ImageProgress:
         now = time.monotonic()
         if self.start is None:
             self.start = now, done
+            if self.on_start is not None:
+                self.on_start(done, total)
             if self.console.is_terminal:
                 columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
                 rate_column = TextColumn("{task.fields[rate]}")
@@ -76,35 +83,6 @@ class ImageProgress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
-
-
-class PackProgress:
-    """Progress of packing, which verifies the chunks of an interrupted store before it resumes."""
-
-    def __init__(self) -> None:
-        self.verifying, self.packing = ImageProgress("verifying"), ImageProgress("packing")
-
-    def verify(self, done: int, total: int) -> None:
-        if self.verifying.start is None:
-            say("packing was interrupted before: verifying what is there")
-        self.verifying(done, total)
-
-    def pack(self, done: int, total: int) -> None:
-        if self.packing.start is None:
-            self.verifying.close()
-            if done:
-                say(f"resuming: {done} of {total} images are packed")
-        self.packing(done, total)
-
-    def close(self) -> None:
-        self.verifying.close()
-        self.packing.close()
-
-    def summary(self) -> str:
-        if self.packing.start is None:
-            return "already packed"
-        seconds, before = time.monotonic() - self.packing.start[0], self.packing.start[1]
-        return f"{self.packing.done - before} images packed in {duration(seconds)}"
 
 
 @contextmanager
@@ -188,11 +166,24 @@ def data_pack(
         say(f"{listing.ignored} other file(s) ignored: no image extension")
     if warning := upscaling_warning(listing, size):
         say(warning)
-    with closing(PackProgress()) as progress, sigterm_as_interrupt():
-        packed = pack(listing, store, size, unreadable.value, workers, progress.pack, verify_progress=progress.verify)
+
+    def announce_resuming(done: int, total: int) -> None:
+        verifying.close()
+        if done:
+            say(f"resuming: {done} of {total} images are packed")
+
+    interrupted = "packing was interrupted before: verifying what is there"
+    verifying = ImageProgress("verifying", on_start=lambda *_: say(interrupted))
+    packing = ImageProgress("packing", on_start=announce_resuming)
+    with closing(verifying), closing(packing), sigterm_as_interrupt():
+        packed = pack(listing, store, size, unreadable.value, workers, packing, verify_progress=verifying)
+    summary = "already packed"
+    if packing.start is not None:
+        started, before = packing.start
+        summary = f"{packing.done - before} images packed in {duration(time.monotonic() - started)}"
     left_out = packed.about["left_out"]
     note = f"; {left_out} unreadable, listed in {packed.root / UNREADABLE}" if left_out else ""
-    say(f"{progress.summary()}{note}: {packed.root}")
+    say(f"{summary}{note}: {packed.root}")
 
 
 @app.command(

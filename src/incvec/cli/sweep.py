@@ -86,23 +86,19 @@ def sweep(
         raise ConfigError("a sweep trains its runs in one process; use torchrun with a single `incvec run`.")
     check_out(out, "a sweep")
     load_plugins(plugin)
-    failed = run_sweep(
-        name, out, data_root=data_root, settings=settings or (), at_once=at_once, only=only, dry_run=dry_run
-    )
-    if failed:
+    if run_sweep(name, out, data_root, settings or (), at_once, only, dry_run):
         raise typer.Exit(1)
 
 
 def run_sweep(
     name: str,
     out: Path,
-    *,
     data_root: Path | None = None,
     settings: Sequence[str] = (),
     at_once: int | None = None,
     only: str | None = None,
-    console: Console | None = None,
     dry_run: bool = False,
+    console: Console | None = None,
 ) -> int:
     """Train the unfinished runs of a sweep; returns the number of runs that failed."""
     console = console or Console()
@@ -129,10 +125,8 @@ def run_sweep(
         for dataset in data.values():
             threads.enter_context(single_thread_for_small_images(dataset))
         if check is not None:
-            say(
-                f"check: {planned[0][0]} must have {check.metric} {check.expected}, within {check.within}",
-                console=console,
-            )
+            expected = f"{check.metric} {check.expected}, within {check.within}"
+            say(f"check: {planned[0][0]} must have {expected}", console=console)
             check.judge(finish(maker(*planned[0])()))
         events = run_concurrently([maker(*pair) for pair in planned], count)
         runs = follow_sweep([folder for folder, _ in planned], events, title, console)

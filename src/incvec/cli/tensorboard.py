@@ -30,16 +30,12 @@ def summary_writer() -> Any:
 
 def log_events(events: Iterator[ev.Event], folder: Path) -> Iterator[ev.Event]:
     """Pass the events through, and write loss terms and accuracies to event files in `folder`."""
-    return _log_events(events, summary_writer(), folder)  # a generator would check for the package only later
-
-
-def _log_events(events: Iterator[ev.Event], writer_class: Any, folder: Path) -> Iterator[ev.Event]:
     writer = None
     try:
         for event in events:
             if isinstance(event, ev.EpochEnded | ev.TaskEnded):
                 # Created with the first number: a run that was finished before leaves no empty file.
-                writer = writer or writer_class(str(folder), flush_secs=FLUSH_SECONDS)
+                writer = writer or summary_writer()(str(folder), flush_secs=FLUSH_SECONDS)
                 write(writer, event)
             yield event
     finally:

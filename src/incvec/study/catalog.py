@@ -231,9 +231,8 @@ def codes(names: Iterable[str]) -> str:
 
 def overview() -> str:
     """The names only, for the README."""
-    kinds = ("methods", "add-ons", "data sets", "networks")
-    names = zip(kinds, map(codes, (METHODS, ADDONS, DATASETS, networks())), strict=True)
-    return Table(["kind", "names"], [[*pair] for pair in names]).markdown()
+    rows = [["methods", codes(METHODS)], ["add-ons", codes(ADDONS)], ["data sets", codes(DATASETS)]]
+    return Table(["kind", "names"], [*rows, ["networks", codes(networks())]]).markdown()
 
 
 def update_readme(text: str, results: Path) -> str:

@@ -13,7 +13,7 @@ NOT_RUN = "not run"
 MEASURES = "AA: accuracy averaged over the tasks; LA: after the last one; FM: forgetting, less is better; in percent."
 OURS = "Ours: mean ± standard deviation (number of seeds); diff: ours minus the paper's."
 PAIRED = "With IVT minus without, paired by seed, in points; ± standard error of the mean if there are several seeds."
-COMPARED = [label for metric in METRICS for label in (metric, "paper", "diff")]
+COMPARED = ["tasks", *(label for metric in METRICS for label in (metric, "paper", "diff"))]
 FORMULA_FM = ("rapf",)  # rows whose FM in the paper's table of pre-trained models follows its formula
 
 
@@ -42,9 +42,8 @@ def main_table(dataset: str, records: Records, increments: Sequence[int] = INCRE
         for tasks in increments
         for row, values in paper.compare(dataset, tasks, records).items()
     ]
-    columns = ["row", *map(Column, ("tasks", *COMPARED))]
     title = f"{style.dataset(dataset)}, {', '.join(map(str, increments))} increments: ours and the paper's"
-    return Table(columns, rows, title, f"{MEASURES} {OURS}", f"{dataset}-{increments[0]}-paper")
+    return Table(["row", *map(Column, COMPARED)], rows, title, f"{MEASURES} {OURS}", f"{dataset}-{increments[0]}-paper")
 
 
 def gain_table(dataset: str, records: Records) -> Table | None:
@@ -54,13 +53,13 @@ def gain_table(dataset: str, records: Records) -> Table | None:
         make_row(host, number(tasks, "d"), number(len(values[0].ours), "d"), *gain_cells(values))
         for (host, tasks), values in gains.items()
     ]
-    columns = ["host", *map(Column, ("tasks", "seeds", *(label for m in METRICS for label in (m, "paper"))))]
+    labels = ["tasks", "seeds", *(label for metric in METRICS for label in (metric, "paper"))]
     hosts = {host for host, _ in gains}
     pretrained = any(paper.is_pretrained(record) and record["method"] in hosts for record in records)
     note = PAIRED
     note += " The paper's FM of pre-trained models is another measure, so it is left out." if pretrained else ""
     title = f"{style.dataset(dataset)}: what IVT adds"
-    return Table(columns, rows, title, note, f"{dataset}-gains") if rows else None
+    return Table(["host", *map(Column, labels)], rows, title, note, f"{dataset}-gains") if rows else None
 
 
 def ablation_table(name: str, records: Records) -> Table:
@@ -73,10 +72,9 @@ def ablation_table(name: str, records: Records) -> Table:
         setting = code(row.get("label") or settings_text(settings), missing="")
         numbers = compared(paper.compare_cell(cell, row["paper"]))
         rows.append(make_row(row["run"], setting, number(row["tasks"], "d"), *numbers, dim=not cell))
-    columns = ["run", "setting", *map(Column, ("tasks", *COMPARED))]
     title = f"{style.dataset(content['dataset'])}: {content['title']}"
     note = f"Command: incvec sweep {content['sweep']}. {OURS}"
-    return Table(columns, rows, title, note, f"{content['dataset']}-{name}")
+    return Table(["run", "setting", *map(Column, COMPARED)], rows, title, note, f"{content['dataset']}-{name}")
 
 
 def pretrained_table(table: PretrainedTable, records: Records) -> Table:
@@ -109,11 +107,15 @@ def pretrained_gain_table(table: PretrainedTable, records: Records) -> Table | N
     """IVT's gain with a pre-trained model, beside CLIP's in the paper (whose FM is another measure)."""
     rows = [make_row(row, number(tasks, "d"), *gain_cells(v)[:-1]) for (row, tasks), v in table.gains(records).items()]
     theirs = "paper" if table.clip else "paper, with CLIP"
-    columns = ["host", *map(Column, ("tasks", "AA", theirs, "LA", theirs, "FM"))]
+    labels = ["tasks", "AA", theirs, "LA", theirs, "FM"]
     kind = "CLIP ViT-B/16" if table.clip else "Not CLIP"
     note = PAIRED if table.clip else f"{LITE_MODEL}. {PAIRED}"
     slug = f"{table.dataset}-{table.kind}-gains"
-    return Table(columns, rows, f"{kind}: {table.title}: what IVT adds", note, slug) if rows else None
+    return (
+        Table(["host", *map(Column, labels)], rows, f"{kind}: {table.title}: what IVT adds", note, slug)
+        if rows
+        else None
+    )
 
 
 def learning_rate_table(records: Records) -> Table | None:

@@ -112,22 +112,20 @@ class Panel:
         return self.groups[0]
 
     @property
-    def method(self) -> str:
-        return str(self.first.record["method"])
-
-    @property
     def stream(self) -> str:
         """`CIFAR-100, 5 increments`, and changed settings of the method."""
         return ", ".join(filter(None, (str(self.first.stream), self.first.host_settings)))
 
     @property
     def title(self) -> str:
-        return f"{style.label(self.method)} on {self.stream}"
+        return f"{style.label(self.first.record['method'])} on {self.stream}"
 
     @property
     def name(self) -> str:
         changes = self.first.first.host_changes
-        return "-".join([self.first.stream.name, self.method] + ([digest(changes)[:6]] if changes else []))
+        return "-".join(
+            [self.first.stream.name, self.first.record["method"]] + ([digest(changes)[:6]] if changes else [])
+        )
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
@@ -161,14 +159,8 @@ def make_panels(groups: Sequence[Group]) -> list[Panel]:
 
 def joint_of(group: Group, groups: Sequence[Group]) -> Group | None:
     """Joint training on the same images, with its preset's settings."""
-    images = sum(group.record["test_counts"])
-    for each in groups:
-        if (
-            each.record["method"] == "joint"
-            and not find_method(group.record["method"]).pretrained
-            and not each.record["addons"]
-            and not each.first.changes
-            and (each.dataset, sum(each.record["test_counts"])) == (group.dataset, images)
-        ):
-            return each
-    return None
+    if find_method(group.record["method"]).pretrained:
+        return None
+    images = (group.dataset, sum(group.record["test_counts"]))
+    joint = [each for each in groups if each.title == "joint" and not each.first.changes]
+    return next((each for each in joint if (each.dataset, sum(each.record["test_counts"])) == images), None)

@@ -56,7 +56,9 @@ def gap_table(dataset: str, groups: Sequence[Group]) -> Table | None:
         if own:
             accuracies = [mean(values) for values in zip(*own, strict=True)]
             closed = mean([100 * (gap.closed or 0) for gap in own], ".1f")
-            rows.append([group.label, number(group.stream.tasks, "d"), number(len(own), "d"), *accuracies, closed])
+            rows.append(
+                [Cell(group.label), number(group.stream.tasks, "d"), number(len(own), "d"), *accuracies, closed]
+            )
     labels = ("increments", "seeds", "LA ↑ plain", "LA ↑ with add-on", "LA ↑ oracle", "gap closed, %")
     note = "Share of the way in LA from the plain method to its oracle, which keeps all images of the past."
     title = f"{style.dataset(dataset)}: the oracle gap"

@@ -21,6 +21,20 @@ from incvec.study.runs import Record, oracle_gaps, row_name, seed_of, settings_t
 from incvec.study.tables import Cell, Table, make_row, mean, number
 
 BOUNDS_SWEEP, OPEN_SWEEPS = "cifar100-podnet", ("cifar100-switches", "cifar100-readings")  # each has a section
+CLIP_SECTION = """## Pre-trained: CLIP ViT-B/16 (the paper's table of pre-trained models)
+
+Commands: `incvec sweep clip-cifar100`, `incvec sweep clip-aircraft`. FM follows the paper's formula; the
+paper's own numbers agree with `fm_spu` instead, except RAPF's: several are below what the formula can give."""
+LITE_SECTION = f"""## Pre-trained: {paper.LITE_MODEL}
+
+These numbers are not CLIP's, and not comparable with the paper's. Commands:
+`incvec sweep lite-cifar100`, `incvec sweep lite-aircraft`; the learning rate is chosen once, by
+`incvec sweep lite-rate`: FLYP without IVT, on training images held out of CIFAR-100's first two tasks."""
+INTRODUCTION = """# Reproduced
+
+Made from the records in this folder by `python -m incvec.study.reproduced results`; do not edit. Values in
+percent; `diff` is ours minus the paper's; FM is better when lower. Several seeds: mean ± standard deviation
+(number of seeds); gains are paired by seed, ± standard error."""
 
 
 def run_text(record: Mapping[str, Any]) -> str:
@@ -181,34 +195,20 @@ def titled(heading: str, table: Table | None) -> list[str]:
 
 
 def pretrained_sections(records: Records) -> list[str]:
-    lines = [
-        "",
-        "## Pre-trained: CLIP ViT-B/16 (the paper's table of pre-trained models)",
-        "",
-        "Commands: `incvec sweep clip-cifar100`, `incvec sweep clip-aircraft`. FM follows the paper's formula; the",
-        "paper's own numbers agree with `fm_spu` instead, except RAPF's: several are below what the formula can give.",
-    ]
-    clip, lite = ([table for table in paper.pretrained_tables() if table.clip is kind] for kind in (True, False))
-    with_clip = [r for r in records if any(table.contains(r) for table in clip)]
-    with_lite = [r for r in records if any(table.contains(r) for table in lite)]
-    for table in clip:
-        lines += titled(f"### CLIP ViT-B/16: {table.title}", comparisons.pretrained_table(table, records))
-        lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
-    lines += provenance(with_clip)
-    lines += [
-        "",
-        f"## Pre-trained: {paper.LITE_MODEL}",
-        "",
-        "These numbers are not CLIP's, and not comparable with the paper's. Commands:",
-        "`incvec sweep lite-cifar100`, `incvec sweep lite-aircraft`; the learning rate is chosen once, by",
-        "`incvec sweep lite-rate`: FLYP without IVT, on training images held out of CIFAR-100's first two tasks.",
-    ]
-    for table in lite:
-        lines += titled(f"### Not CLIP: {table.title}", comparisons.pretrained_table(table, records))
-        lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
-    lines += titled("### The learning rate, on held-out training images", comparisons.learning_rate_table(records))
-    lines += provenance([*with_lite, *paper.learning_rate_records(records)])
-    rest = [r for r in records if not r["config"].get("held_out") and r not in with_clip and r not in with_lite]
+    lines, rest = [], [r for r in records if not r["config"].get("held_out")]
+    for clip, name, introduction in ((True, "CLIP ViT-B/16", CLIP_SECTION), (False, "Not CLIP", LITE_SECTION)):
+        tables = [table for table in paper.pretrained_tables() if table.clip is clip]
+        shown = [r for r in records if any(table.contains(r) for table in tables)]
+        rest = [r for r in rest if r not in shown]
+        lines += ["", introduction]
+        for table in tables:
+            lines += titled(f"### {name}: {table.title}", comparisons.pretrained_table(table, records))
+            lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
+        if not clip:
+            heading = "### The learning rate, on held-out training images"
+            lines += titled(heading, comparisons.learning_rate_table(records))
+            shown += paper.learning_rate_records(records)
+        lines += provenance(shown)
     return lines + titled("### Other runs of pre-trained models", other_pretrained_table(rest))
 
 
@@ -216,13 +216,7 @@ def render(records: Records) -> str:
     """The whole page."""
     pretrained = [record for record in records if paper.is_pretrained(record)]
     scratch = [record for record in records if not paper.is_pretrained(record)]
-    lines = [
-        "# Reproduced",
-        "",
-        "Made from the records in this folder by `python -m incvec.study.reproduced results`; do not edit. Values in",
-        "percent; `diff` is ours minus the paper's; FM is better when lower. Several seeds: mean ± standard deviation",
-        "(number of seeds); gains are paired by seed, ± standard error.",
-    ]
+    lines = [INTRODUCTION]
     for dataset, content in paper.paper_tables("scratch").items():
         lines += ["", f"## {content['title']}"]
         if "compare_with" in content:

@@ -217,8 +217,9 @@ def runs_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True) 
         if row.changed:
             name += f" [{notes.setdefault(row.changed, len(notes) + 1)}]" if footnotes else f" ({row.changed})"
         closed = Cell(MISSING) if row.gap_closed is None else Cell(f"{100 * row.gap_closed:.0f} %", row.gap_closed)
-        cells = [name, row.dataset, str(row.tasks), str(row.seed), *map(number, (row.AA, row.LA, row.FM)), closed]
-        made.append(make_row(*cells, number(row.seconds, ".1f"), dim=row.run.endswith(" oracle")))
+        numbers = [*map(number, (row.AA, row.LA, row.FM)), closed, number(row.seconds, ".1f")]
+        dim = row.run.endswith(" oracle")
+        made.append(make_row(name, row.dataset, str(row.tasks), str(row.seed), *numbers, dim=dim))
     labels = ("tasks", "seed", "AA", "LA", "FM", "gap\nclosed", "seconds")  # 80 columns are enough
     note = "\n".join(f"[{place}] {text}" for text, place in notes.items())
     return Table(["run", "data set", *map(Column, labels)], made, title, note)

@@ -34,7 +34,7 @@ class StudyFigure:
 
     file: Path
     data: Mapping[str, Any] = field(repr=False)
-    number: int = 0  # distinguishes figures whose folder and file have the same names
+    number: int = 0  # set for all figures if some have the same names of folder and file
 
     @property
     def slug(self) -> str:
@@ -78,6 +78,6 @@ def find_study_figures(paths: Sequence[Path]) -> list[StudyFigure]:
     files = find_figures([path for path in paths if path.is_dir()])
     figures = [StudyFigure(file, data) for file in files if (data := read_figure(file))]
     figures.sort(key=lambda figure: (figure.file.parent, list(KINDS).index(figure.data["kind"])))
-    slugs = [figure.slug for figure in figures]
-    numbers = [slugs[: place + 1].count(slug) if slugs.count(slug) > 1 else 0 for place, slug in enumerate(slugs)]
-    return [replace(figure, number=number) for figure, number in zip(figures, numbers, strict=True)]
+    if len({figure.slug for figure in figures}) < len(figures):
+        return [replace(figure, number=number) for number, figure in enumerate(figures, start=1)]
+    return figures

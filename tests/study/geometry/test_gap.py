@@ -90,13 +90,13 @@ def test_another_class_order_gets_its_own_figure() -> None:
 
 
 def test_missing_records_are_named() -> None:
-    with pytest.raises(DataError, match=r"oracle, which was never trained. Run first:\n  incvec run .*--oracle"):
-        oracle_gap([record("podnet", 50.0), record("podnet", 52.0, "ivt")])
-    with pytest.raises(DataError, match=r"the plain method. Run first:\n  incvec run --method podnet --dataset"):
-        oracle_gap([record("podnet", 52.0, "ivt"), record("podnet", 60.0, oracle=True)])
-    with pytest.raises(DataError, match="no record is of a class-incremental method"):
-        oracle_gap([record("joint", 52.0)])
-    with pytest.raises(DataError, match="oracle, which was never trained"):  # not the one of another class order
-        oracle_gap([record("podnet", 50.0), record("podnet", 60.0, oracle=True, class_order=[0, 1])])
-    with pytest.raises(DataError, match="two records are of PODNet with seed 0"):
-        oracle_gap([record("podnet", 50.0), record("podnet", 51.0), record("podnet", 60.0, oracle=True)])
+    plain, ivt, oracle = record("podnet", 50.0), record("podnet", 52.0, "ivt"), record("podnet", 60.0, oracle=True)
+    for records, message in (
+        ([plain, ivt], r"oracle, which was never trained. Run first:\n  incvec run .*--oracle"),
+        ([ivt, oracle], r"the plain method. Run first:\n  incvec run --method podnet --dataset"),
+        ([record("joint", 52.0)], "no record is of a class-incremental method"),
+        ([plain, {**oracle, "class_order": [0, 1]}], "oracle, which was never trained"),  # of another class order
+        ([plain, record("podnet", 51.0), oracle], "two records are of PODNet with seed 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            oracle_gap(records)

@@ -37,10 +37,10 @@ def quadratic(model: nn.Module) -> float:
 
 
 def test_path_of_a_quadratic_has_its_closed_form() -> None:
-    a, b = Point(1.0, -2.0).state_dict(), Point(-3.0, 4.0).state_dict()
-    values = path(Point(), a, b, quadratic, points=9)
-    for x, value in zip(positions(9), values, strict=True):
-        assert value == pytest.approx(3 * (1 - 4 * x) ** 2 + (-3 + 6 * x) ** 2, abs=1e-12)
+    model, b = Point(1.0, -2.0), Point(-3.0, 4.0).state_dict()
+    values = path(model, model.state_dict(), b, quadratic, points=9)  # the live state is copied first
+    expected = [3 * (1 - 4 * x) ** 2 + (-3 + 6 * x) ** 2 for x in positions(9)]
+    assert values == pytest.approx(expected, abs=1e-12)
 
 
 def test_positions() -> None:
@@ -103,11 +103,6 @@ def test_path_restores_the_model_also_after_an_error() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_path_copies_the_live_state_of_the_model() -> None:
-    model, b = Point(2.0, 1.0), Point(0.0, 1.0).state_dict()
-    assert path(model, model.state_dict(), b, quadratic, points=3) == [12.0, 3.0, 0.0]
-
-
 def test_path_refuses_states_of_another_model() -> None:
     small, large = nn.Linear(2, 2), nn.Linear(2, 3)
     with pytest.raises(ValueError, match=r"weight has shape \(2, 2\) in state_a, expected \(3, 2\)"):
@@ -117,11 +112,9 @@ def test_path_refuses_states_of_another_model() -> None:
 
 
 def test_barrier() -> None:
-    assert barrier([80.0, 50.0, 60.0]) == 20.0  # halfway between the ends it is 70
-    assert barrier([80.0, 75.0, 60.0]) == 0.0  # above the straight line
-    assert barrier([1.0, 3.0, 2.0], falls=False) == 1.5
-    assert barrier([1.0, 1.0, 2.0], falls=False) == 0.0
-    assert barrier([5.0, 4.0]) == 0.0
+    """80, 50, 60 is 20 below the line between its ends; 80, 75, 60 is above it."""
+    assert [barrier(curve) for curve in ([80.0, 50.0, 60.0], [80.0, 75.0, 60.0], [5.0, 4.0])] == [20.0, 0.0, 0.0]
+    assert [barrier(curve, falls=False) for curve in ([1.0, 3.0, 2.0], [1.0, 1.0, 2.0])] == [1.5, 0.0]
 
 
 def test_linear_fit() -> None:
@@ -197,23 +190,20 @@ def test_runs_of_several_seeds_need_their_own_starts(runs: FinishedRuns, few: Da
 
 
 def test_errors_name_the_command_to_run_first(runs: FinishedRuns, few: Dataset, tmp_path: Path) -> None:
-    options = EvaluationOptions(points=2)
-    with pytest.raises(DataError, match=r"never trained. Run first:\n  incvec run --method podnet .*--oracle .*--out"):
-        run_paths([runs.plain], tmp_path / "none", few, 0, 2, options)
-    with pytest.raises(DataError, match=r"not an oracle.*\n  incvec run .*--oracle"):
-        run_paths([runs.plain], runs.ivt, few, 0, 2, options)
-    with pytest.raises(DataError, match=r"no snapshot .*task-00.*\n  incvec run"):
-        run_paths([tmp_path / "none"], None, few, 0, 2, options)
-    with pytest.raises(ConfigError, match=r"no task 8 in .*: it has 3"):
-        run_paths([runs.plain], None, few, 0, 7, options)
-    unfinished = shutil.copytree(runs.plain, tmp_path / "unfinished")
+    none, unfinished = tmp_path / "none", shutil.copytree(runs.plain, tmp_path / "unfinished")
     (unfinished / "snapshots" / "task-02.safetensors").unlink()
-    with pytest.raises(DataError, match=r"no snapshot .*task-02.*has 2 snapshot.*\n  incvec run --method podnet"):
-        run_paths([unfinished], None, few, 0, 2, options)
-    with pytest.raises(ConfigError, match="no path from task 3 to task 3"):
-        run_paths([runs.plain], None, few, 2, 2, options)
-    with pytest.raises(ConfigError, match="no run"):
-        run_paths([], None, few, 0, 1, options)
+    errors: list[tuple[list[Path], Path | None, int, int, str]] = [
+        ([runs.plain], none, 0, 2, r"never trained. Run first:\n  incvec run --method podnet .*--oracle .*--out"),
+        ([runs.plain], runs.ivt, 0, 2, r"not an oracle.*\n  incvec run .*--oracle"),
+        ([none], None, 0, 2, r"no snapshot .*task-00.*\n  incvec run"),
+        ([runs.plain], None, 0, 7, r"no task 8 in .*: it has 3"),
+        ([unfinished], None, 0, 2, r"no snapshot .*task-02.*has 2 snapshot.*\n  incvec run --method podnet"),
+        ([runs.plain], None, 2, 2, "no path from task 3 to task 3"),
+        ([], None, 0, 1, "no run"),
+    ]
+    for given, oracle, first, last, message in errors:
+        with pytest.raises((DataError, ConfigError), match=message):
+            run_paths(given, oracle, few, first, last, EvaluationOptions(points=2))
 
 
 @pytest.mark.parametrize(

@@ -101,10 +101,10 @@ def test_runs_that_started_elsewhere_are_named(runs: FinishedRuns, few: Dataset)
 
 def test_planes_that_are_not_possible(runs: FinishedRuns, few: Dataset, tmp_path: Path) -> None:
     finish(make_run(few, tmp_path, quick("podnet", "ivt", seed=4, podnet={"epochs": 1})))
-    message = r"differ in their seeds \(3 and 4\).*Run first:\n  incvec run .*--addon ivt .*--seed 3"
-    with pytest.raises(DataError, match=message):
-        run_plane(runs.plain, tmp_path, None, few, 1, 4, EvaluationOptions())
-    with pytest.raises(ConfigError, match="use 2 or more"):
-        run_plane(runs.plain, runs.ivt, None, few, 0, 4, EvaluationOptions())
-    with pytest.raises(DataError, match=r"same add-ons.*Run first:\n  incvec run .*--addon ivt"):
-        run_plane(runs.plain, runs.plain, None, few, 1, 4, EvaluationOptions())
+    for other, task, message in (
+        (tmp_path, 1, r"differ in their seeds \(3 and 4\).*Run first:\n  incvec run .*--addon ivt .*--seed 3"),
+        (runs.ivt, 0, "use 2 or more"),
+        (runs.plain, 1, r"same add-ons.*Run first:\n  incvec run .*--addon ivt"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            run_plane(runs.plain, other, None, few, task, 4, EvaluationOptions())

@@ -32,9 +32,9 @@ def test_ablation_sweeps(name: str, section: str, key: str, values: list[object]
     assert {config.dataset for config in configs} == {"cifar100"}
 
 
-def test_eopc_is_part_of_the_comparisons() -> None:
-    assert {config.addons for _, config in plan("memory", [])} == {(), ("eopc",), ("ivt",)}
-    assert {config.addons for _, config in plan("training-time", [])} == {(), ("eopc",), ("ivt",)}
+@pytest.mark.parametrize("name", ["memory", "training-time"])
+def test_eopc_is_part_of_the_comparisons(name: str) -> None:
+    assert {config.addons for _, config in plan(name, [])} == {(), ("eopc",), ("ivt",)}
 
 
 def test_comparison_sweep() -> None:

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 MAX_COLUMNS = 5
 LEGEND_ROWS = 12
-PREDICTIONS = (
-    ("predicted", "predicted, ½ d'Fd", style.DOTTED),
-    ("predicted_per_sample", "½ d'(B·F)d", style.DASHED),
-)
+PREDICTIONS = (("predicted", "predicted, ½ d'Fd", style.DOTTED), ("predicted_per_sample", "½ d'(B·F)d", style.DASHED))
 
 
 def draw_curvature(data: Mapping[str, Any]) -> Figure:

@@ -15,13 +15,7 @@ from incvec.study.figures.path import draw_path, draw_tradeoff
 from incvec.study.figures.plane import draw_plane
 
 FORMAT = 1
-DRAW = {
-    "path": draw_path,
-    "tradeoff": draw_tradeoff,
-    "plane": draw_plane,
-    "gap": draw_gap,
-    "curvature": draw_curvature,
-}
+DRAW = {"path": draw_path, "tradeoff": draw_tradeoff, "plane": draw_plane, "gap": draw_gap, "curvature": draw_curvature}
 
 
 def write_figure(data: Mapping[str, Any], stem: Path) -> list[Path]:

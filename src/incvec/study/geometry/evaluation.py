@@ -92,12 +92,7 @@ class Classifier(nn.Module):
         return logits, head.scale if isinstance(head, ProxyHead) else logits.new_ones(())
 
 
-class EvaluationBatch(NamedTuple):
-    images: Tensor
-    labels: Tensor
-    tasks: Tensor  # one-hot
-
-
+EvaluationBatch = tuple[Tensor, Tensor, Tensor]  # images, labels, tasks as one-hot vectors
 Totals = tuple[Tensor, Tensor]  # by task: the number of correct images, and the sum of their losses
 
 
@@ -219,13 +214,13 @@ class StateEvaluator:
             state = self.recalibrated(state)
         correct: Any = 0
         loss: Any = 0
-        for batch in batches:
+        for images, labels, tasks in batches:
             with self.world.autocast():
-                logits, factor = functional_call(self.classifier, dict(state), (batch.images,))
+                logits, factor = functional_call(self.classifier, dict(state), (images,))
                 logits = logits[:, : self.n_classes]
-                hits = (logits.argmax(1) == batch.labels).double()
-                losses = F.cross_entropy((factor * logits).double(), batch.labels, reduction="none")
-                correct, loss = correct + hits @ batch.tasks, loss + losses @ batch.tasks
+                hits = (logits.argmax(1) == labels).double()
+                losses = F.cross_entropy((factor * logits).double(), labels, reduction="none")
+                correct, loss = correct + hits @ tasks, loss + losses @ tasks
         return correct, loss
 
     def _batches(self) -> Iterator[EvaluationBatch]:
@@ -235,7 +230,7 @@ class StateEvaluator:
         for rows, tasks in zip(self.rows.split(size), self.task_one_hot.split(size), strict=True):
             with self.world.autocast():
                 batch = test.fetch(rows, None, ("test",))
-            yield EvaluationBatch(batch.images, batch.labels, tasks)
+            yield batch.images, batch.labels, tasks
 
     @torch.no_grad()
     def recalibrated(self, state: State) -> dict[str, Tensor]:

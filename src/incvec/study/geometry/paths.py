@@ -108,10 +108,31 @@ def run_paths(
     if not 0 <= task_from < last:
         raise ConfigError(f"there is no path from task {task_from + 1} to task {last + 1}: use a later end.")
     started = time.monotonic()
-    curves = [
-        {**description, **run_path(run, start or run, dataset, task_from, last, options, progress, description["name"])}
-        for run, description in zip(everyone, distinct_names(everyone), strict=True)
-    ]
+    xs = positions(options.points)
+
+    def curve(run: Path, description: dict[str, Any]) -> dict[str, Any]:
+        """x, lambda, and accuracy and loss by task and over old (up to i) and new tasks."""
+        end = load_snapshot(run, last, dataset, device=options.device)
+        first = load_snapshot(start or run, task_from, dataset, grow_to=last, device=options.device)
+        a, b = first.state(), end.state()
+        names = [name for name, _ in end.model.named_parameters()]
+        shared = [name for name in names if f"model.{name}" in first.saved["method"]]
+        evaluator = StateEvaluator(end, options.images, backend=options.backend, batchnorm=options.batchnorm)
+        on_point = progress and partial(progress, description["name"])
+        scores = evaluator.evaluate([a, b], [(1 - x, x) for x in xs], on_point)
+        length = distance(a, b, names)
+        return {
+            **description,
+            "start_run": (start or run).name,
+            **evaluator.metadata(),
+            "x": xs,
+            "length": length,
+            "length_of_shared": distance(a, b, shared),
+            "distance": [x * length for x in xs],
+            **curves_by_group(scores, evaluator.sizes, task_from),
+        }
+
+    curves = [curve(*pair) for pair in zip(everyone, distinct_names(everyone), strict=True)]
     return {
         "kind": "path",
         "dataset": dataset.name,
@@ -134,50 +155,15 @@ def distinct_names(runs: Sequence[Path]) -> list[dict[str, Any]]:
     return [{**e, "name": f"{e['name']} ({e['run']})"} if e["name"] in repeated else e for e in described]
 
 
-def run_path(
-    run: Path,
-    start: Path,
-    dataset: Dataset,
-    task_from: int,
-    task_to: int,
-    options: EvaluationOptions,
-    progress: Progress | None,
-    name: str,
-) -> dict[str, Any]:
-    """The curve of one run: x, lambda, and accuracy and loss by task and over old (up to i) and new tasks."""
-    end = load_snapshot(run, task_to, dataset, device=options.device)
-    first = load_snapshot(start, task_from, dataset, grow_to=task_to, device=options.device)
-    a, b = first.state(), end.state()
-    names = [name for name, _ in end.model.named_parameters()]
-    shared = [name for name in names if f"model.{name}" in first.saved["method"]]
-    evaluator = StateEvaluator(end, options.images, backend=options.backend, batchnorm=options.batchnorm)
-    xs = positions(options.points)
-    scores = evaluator.evaluate([a, b], [(1 - x, x) for x in xs], progress and partial(progress, name))
-    length = distance(a, b, names)
-    return {
-        "start_run": start.name,
-        **evaluator.metadata(),
-        "x": xs,
-        "length": length,
-        "length_of_shared": distance(a, b, shared),
-        "distance": [x * length for x in xs],
-        **curves_by_group(scores, evaluator.sizes, task_from),
-    }
-
-
 def curves_by_group(scores: Scores, sizes: Sequence[int], task_from: int) -> dict[str, Any]:
     """Accuracy, loss and barriers by task, over the tasks up to `task_from` (`old`) and over later ones (`new`)."""
-    tasks = range(len(sizes))
-    old = scores.pooled(sizes, tasks[: task_from + 1])
-    new = scores.pooled(sizes, tasks[task_from + 1 :])
-    curves: dict[str, Any] = {"barrier": {}}
+    groups = {"old": range(task_from + 1), "new": range(task_from + 1, len(sizes))}
+    pooled = {group: scores.pooled(sizes, tasks) for group, tasks in groups.items()}
+    found: dict[str, Any] = {"barrier": {}}
     for place, metric in enumerate(("accuracy", "loss")):
-        falls = metric == "accuracy"
         by_task = [list(column) for column in zip(*scores[place], strict=True)]
-        curves[metric] = {"tasks": by_task, "old": old[place], "new": new[place]}
-        curves["barrier"][metric] = {
-            "tasks": [barrier(curve, falls) for curve in by_task],
-            "old": barrier(old[place], falls),
-            "new": barrier(new[place], falls),
-        }
-    return {**curves, "fit": linear_fit(curves["accuracy"]["old"], curves["accuracy"]["new"])}
+        curves = {group: values[place] for group, values in pooled.items()}
+        heights = {group: barrier(values, metric == "accuracy") for group, values in curves.items()}
+        found[metric] = {"tasks": by_task, **curves}
+        found["barrier"][metric] = {"tasks": [barrier(curve, metric == "accuracy") for curve in by_task], **heights}
+    return {**found, "fit": linear_fit(found["accuracy"]["old"], found["accuracy"]["new"])}

@@ -50,11 +50,7 @@ class Snapshot:
 
 
 def load_snapshot(
-    run: str | Path,
-    task: int,
-    dataset: Dataset,
-    grow_to: int | None = None,
-    device: str | torch.device | None = None,
+    run: str | Path, task: int, dataset: Dataset, grow_to: int | None = None, device: str | torch.device | None = None
 ) -> Snapshot:
     """Restore the method of a run as it was after `task`.
 
