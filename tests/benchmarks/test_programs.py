@@ -161,5 +161,5 @@ def test_filters(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "run task 3: 3 of 5 filters vanished" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="bases has no snapshots"):
         program("filters").main([str(tmp_path / "bases")])
-    with pytest.raises(SystemExit, match="same name"):
+    with pytest.raises(SystemExit, match="same folder name"):
         program("filters").main([str(tmp_path / "run"), str(tmp_path / "other" / "run")])

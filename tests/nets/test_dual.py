@@ -31,7 +31,7 @@ from incvec.nets.dual import (
     random_dual,
 )
 from incvec.presets import sweeps
-from tests.hot_path import NoReading
+from tests.hot_path import NoSynchronization
 
 WORDS = 60
 
@@ -435,7 +435,7 @@ def test_a_step_waits_for_nothing(pair: Callable[[], Dual]) -> None:
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     images = torch.randn(2, 3, 12, 12, generator=seeded())
-    with NoReading():
+    with NoSynchronization():
         for first, last in ((0, 2), (2, 3)):
             texts = model.texts(first, last)
             loss = dual.similarities(model.unit(dual.image_tower(images)), texts).logsumexp(1).sum()

@@ -1,5 +1,4 @@
-"""Base classes of the methods that train a backbone with a growing head: teacher, exemplars, stages from the
-options."""
+"""Base classes of the methods with a backbone and a growing head: teacher, exemplars, stages from the options."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from incvec.config import TrainOptions
-from incvec.contracts import Group, Method, Optimizer, Output, Schedule, Source, Stage, Task, World
+from incvec.contracts import Group, Method, Optimizer, Output, Schedule, Stage, Task, World
 from incvec.data.memory import extend, indices, quota
 from incvec.data.select import class_means, herd
 from incvec.data.source import inference_batch_size
@@ -20,12 +19,9 @@ from incvec.nets import Classifier, Head, LinearHead, build_backbone
 
 
 @torch.no_grad()
-def extract_features(
-    model: nn.Module, world: World, rows: Tensor, view: str = "test", source: Source | None = None
-) -> Tensor:
-    """Pooled features of the given rows, in float32, with the model in eval mode."""
-    source = source or world.train
-    training = model.training
+def extract_features(model: nn.Module, world: World, rows: Tensor, view: str = "test") -> Tensor:
+    """Pooled features of the given training images, in float32, with the model in eval mode."""
+    source, training = world.train, model.training
     model.eval()
     chunks, size = [], inference_batch_size(source)
     for start in range(0, len(rows), size):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from incvec.data.image_files import Progress
-from incvec.data.store.mapped import PackedImages, Placement, reader_threads
+from incvec.data.store.mapped import PackedImages, Placement
 from incvec.errors import DataError
 
 FORMAT = 3  # 2: resized by torchvision's bilinear filter
@@ -47,21 +48,38 @@ def checksum(content: bytes | memoryview, previous: str = "0") -> str:
     return f"{zlib.crc32(content, int(previous, 16)):08x}"
 
 
-def file_checksum(file: Path, offset: int, size: int) -> str | None:
-    """Checksum of a range of a file; None if the file is shorter."""
-    total = checksum(b"")
-    try:
-        with open(file, "rb") as handle:
-            handle.seek(offset)
-            while size:
-                piece = handle.read(min(size, 1 << 22))
-                if not piece:
-                    return None
-                total = checksum(piece, total)
-                size -= len(piece)
-    except FileNotFoundError:
-        return None
-    return total
+class ByteRange(NamedTuple):
+    """Rows of a shard that have one checksum."""
+
+    file: Path
+    offset: int
+    size: int
+    rows: int
+    checksum: str
+
+    def is_intact(self) -> bool:
+        actual, size = checksum(b""), self.size
+        try:
+            with open(self.file, "rb") as file:
+                file.seek(self.offset)
+                while size and (piece := file.read(min(size, 1 << 22))):
+                    actual = checksum(piece, actual)
+                    size -= len(piece)
+        except FileNotFoundError:
+            return False
+        return size == 0 and actual == self.checksum
+
+
+def find_intact(ranges: Sequence[ByteRange], progress: Progress | None) -> list[bool]:
+    """Whether each range has the bytes of its checksum; read in several threads."""
+    total, done, intact = sum(each.rows for each in ranges), 0, []
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for each, result in zip(ranges, pool.map(ByteRange.is_intact, ranges), strict=True):
+            intact.append(result)
+            done += each.rows
+            if progress is not None:
+                progress(done, total)
+    return intact
 
 
 @dataclass(frozen=True)
@@ -80,12 +98,14 @@ class StorePart:
 
     def chunks(self) -> list[tuple[str, int, int, int]]:
         """Shard, first row in it, first row in the part, and number of rows, in the order of the checksums."""
-        starts = np.cumsum([0, *(rows for _, rows in self.shards)]).tolist()
-        return [
-            (name, first, start + first, min(self.chunk_rows, rows - first))
-            for (name, rows), start in zip(self.shards, starts, strict=False)
-            for first in range(0, rows, self.chunk_rows)
-        ]
+        chunks, start = [], 0
+        for name, rows in self.shards:
+            chunks += [
+                (name, first, start + first, min(self.chunk_rows, rows - first))
+                for first in range(0, rows, self.chunk_rows)
+            ]
+            start += rows
+        return chunks
 
 
 @dataclass(frozen=True)
@@ -122,15 +142,13 @@ class Store:
         shards = [(self.root / name, rows) for name, rows in self.parts[part].shards]
         return PackedImages(shards, rows, self.shape, placement), torch.from_numpy(labels[rows].astype(np.int64))
 
-    def describe_rows(self, part: str, first: int, count: int) -> str:
-        """The images of a damaged range of rows, for error messages."""
-        text = f"{part} images {first} to {first + count - 1}"
-        with suppress(DataError):
-            labels = self.labels(part)[first : first + count]
-            names = [self.classes[label] for label in sorted(set(labels.tolist()) - {LEFT_OUT})]
-            if names:
-                text += f" (class {names[0]!r})" if len(names) == 1 else f" (classes {names[0]!r} to {names[-1]!r})"
-        return text
+    def describe_rows(self, part: str, labels: NDArray[np.int32], first: int, rows: int) -> str:
+        """The images in a range of rows, for error messages."""
+        names = [self.classes[label] for label in np.unique(labels[first : first + rows]) if label != LEFT_OUT]
+        classes = (
+            f" (classes {names[0]!r} to {names[-1]!r})" if len(names) > 1 else "".join(f" (class {n!r})" for n in names)
+        )
+        return f"{part} images {first} to {first + rows - 1}{classes}"
 
 
 def is_store(path: str | Path) -> bool:
@@ -163,7 +181,7 @@ def open_store(root: str | Path) -> Store:
             if size != expected:
                 intact = 0 if size is None or size > expected else size // store.row_bytes
                 state = "missing" if size is None else f"{size} bytes long, expected {expected}"
-                lost = store.describe_rows(name, first + intact, rows - intact)
+                lost = store.describe_rows(name, store.labels(name), first + intact, rows - intact)
                 raise DataError(f"{file} is {state}. Damaged: {lost}. {PACK_AGAIN}")
             first += rows
     return store
@@ -235,40 +253,33 @@ def verify_store(root: str | Path, progress: Progress | None = None) -> list[str
     """Read and verify every byte of a store. Returns the lines of a report, or raises an error that names the damaged
     images."""
     store = open_store(root)
-
-    def chunk_checksum(chunk: tuple[str, int, int, int]) -> str | None:
-        shard, first, _, rows = chunk
-        return file_checksum(store.root / shard, first * store.row_bytes, rows * store.row_bytes)
-
-    total = sum(part.rows for part in store.parts.values())
     lines = [
         f"a packed store of {len(store.classes)} classes in {store.root}, {store.side} x {store.side}, RGB",
         f"split: {store.about['split']}",
     ]
     if store.about["class_list"]:
         lines.append(f"classes: the list {store.about['class_list']!r}")
-    done, damaged = 0, []
+    ranges, images = list[ByteRange](), list[str]()
     for name, part in store.parts.items():
         labels = store.labels(name)
         files = store.root / f"{name}-files.txt"
         if sha256(_read(files)) != part.files_hash:
             raise DataError(f"{files} is damaged: it lists the files of all {name} images. {PACK_AGAIN}")
-        actual = reader_threads().map(chunk_checksum, part.chunks())
-        for (shard, _, first, rows), found, expected in zip(part.chunks(), actual, part.checksums, strict=True):
-            if found != expected:
-                damaged.append(f"{store.root / shard}: {store.describe_rows(name, first, rows)}")
-            done += rows
-            if progress is not None:
-                progress(done, total)
+        for (shard, first, first_row, rows), expected in zip(part.chunks(), part.checksums, strict=True):
+            offset, size = first * store.row_bytes, rows * store.row_bytes
+            ranges.append(ByteRange(store.root / shard, offset, size, rows, expected))
+            images.append(store.describe_rows(name, labels, first_row, rows))
         counts: list[int] = np.bincount(labels[labels != LEFT_OUT], minlength=len(store.classes)).tolist()
         lines.append(
             f"{sum(counts)} {'training' if name == 'train' else 'test'} images, {min(counts)} to {max(counts)} per "
             f"class, {format_bytes(part.rows * store.row_bytes)} in {len(part.shards)} file(s)"
         )
+    intact = find_intact(ranges, progress)
+    damaged = [f"{each.file}: {text}" for each, text, right in zip(ranges, images, intact, strict=True) if not right]
     if damaged:
         more = f"\n  and {len(damaged) - SHOWN} more places" if len(damaged) > SHOWN else ""
         raise DataError(f"{store.root} is damaged:\n  " + "\n  ".join(damaged[:SHOWN]) + f"{more}\n{PACK_AGAIN}")
-    lines.append(f"all {sum(len(part.checksums) for part in store.parts.values())} checksums are correct")
+    lines.append(f"all {len(ranges)} checksums are correct")
     if store.about["left_out"]:
         lines.append(f"{store.about['left_out']} unreadable image(s) were left out: {store.root / UNREADABLE}")
     return lines

@@ -29,11 +29,6 @@ class Chunk(NamedTuple):
     root: str  # folder of the image files
     names: tuple[str, ...]  # paths below it
 
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return len(self.names) * 3 * self.side**2
-
     def files(self) -> list[Path]:
         return [Path(self.root, name) for name in self.names]
 

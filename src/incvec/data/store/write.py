@@ -13,7 +13,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,16 +28,17 @@ from incvec.data.store.open import (
     PARTS,
     STORE,
     UNREADABLE,
+    ByteRange,
     Store,
     StorePart,
-    file_checksum,
+    find_intact,
     format_bytes,
     is_store,
     metadata_file,
     open_store,
     sha256,
 )
-from incvec.data.store.plan import VERSIONS, Chunk, Plan
+from incvec.data.store.plan import VERSIONS, Plan
 from incvec.errors import ConfigError, DataError
 
 SHARD_BYTES = 1 << 31
@@ -70,6 +70,7 @@ def pack(
         if (path / STORE).is_file():  # another process has just completed it
             return _check_complete(plan, unreadable)
         results = _resume(plan, verify_progress)
+        _create_shards(plan)
         (path / UNREADABLE).unlink(missing_ok=True)
         _write_missing(plan, results, workers or cores(), progress)
         return _complete(plan, results, unreadable)
@@ -79,7 +80,9 @@ def _make_plan(listing: Listing, root: Path, side: int, shard_bytes: int, chunk_
     if side < 1:
         raise ConfigError(f"the side is {side}: expected the side of the images in pixels, 1 or more")
     if root.resolve().is_relative_to(listing.root.resolve()):
-        raise ConfigError(f"{root} is inside the folder of the images, where it could be taken for a class")
+        raise ConfigError(
+            f"{root} is inside the folder of the images, where it could be taken for a class: choose another"
+        )
     row_bytes = 3 * side * side
     shard_rows = max(1, shard_bytes // row_bytes)
     chunk_rows = chunk_rows or max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes, shard_rows))
@@ -109,7 +112,7 @@ def _check_complete(plan: Plan, unreadable: str) -> Store:
 
 
 def _resume(plan: Plan, progress: Progress | None) -> Results:
-    """The intact chunks of an interrupted packing; creates shards of their full size."""
+    """The intact chunks of an interrupted packing. Starts the journal of a new one."""
     journal = _read_journal(plan.root / JOURNAL)
     header = journal.pop("", None)
     if header is None:
@@ -132,8 +135,18 @@ def _resume(plan: Plan, progress: Progress | None) -> Results:
             f"{plan.root} is an incomplete store of other images, with other classes. Choose another folder, or remove "
             "it."
         )
-    intact = _verify(plan, results, progress)
-    shards = {plan.root / shard: rows * plan.row_bytes for part in PARTS for shard, rows in plan.shards(part)}
+    _check_space(plan)
+    if header is None:
+        _append(plan.root / JOURNAL, {"settings": plan.settings, "classes": plan.classes_hash})
+    return _verify(plan, results, progress)
+
+
+def _shard_sizes(plan: Plan) -> dict[Path, int]:
+    return {plan.root / shard: rows * plan.row_bytes for part in PARTS for shard, rows in plan.shards(part)}
+
+
+def _check_space(plan: Plan) -> None:
+    shards = _shard_sizes(plan)
     needed = sum(shards.values()) - sum(file.stat().st_blocks * 512 for file in shards if file.exists())
     free = shutil.disk_usage(plan.root).free
     if needed > free:
@@ -141,10 +154,13 @@ def _resume(plan: Plan, progress: Progress | None) -> Results:
             f"{plan.root} needs {format_bytes(needed)} more and has {format_bytes(free)} free. Free some space, or "
             "choose a smaller --size."
         )
-    if header is None:
-        _append(plan.root / JOURNAL, {"settings": plan.settings, "classes": plan.classes_hash})
+
+
+def _create_shards(plan: Plan) -> None:
+    """Files of the full size, and none of a packing that had more images."""
+    shards = _shard_sizes(plan)
     for file in plan.root.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"):
-        if file not in shards:  # there were more images before
+        if file not in shards:
             file.unlink()
     for file, size in shards.items():
         try:
@@ -152,7 +168,6 @@ def _resume(plan: Plan, progress: Progress | None) -> Results:
                 handle.truncate(size)  # sparse: takes no space yet
         except OSError as error:
             raise write_error(file, error) from error
-    return intact
 
 
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
@@ -181,20 +196,14 @@ def _verify(plan: Plan, results: Results, progress: Progress | None) -> Results:
 
     Chunks with unreadable images are written again: the images may have been replaced.
     """
-    chunks = [chunk for chunk in plan.chunks if chunk.number in results and not results[chunk.number].unreadable]
-
-    def actual(chunk: Chunk) -> str | None:
-        return file_checksum(plan.root / chunk.shard, chunk.offset, chunk.size)
-
-    total, done, intact = sum(len(chunk.names) for chunk in chunks), 0, {}
-    with ThreadPoolExecutor(cores()) as pool:
-        for chunk, found in zip(chunks, pool.map(actual, chunks), strict=True):
-            if found == results[chunk.number].checksum:
-                intact[chunk.number] = results[chunk.number]
-            done += len(chunk.names)
-            if progress is not None:
-                progress(done, total)
-    return intact
+    numbers = [number for number, result in results.items() if not result.unreadable]
+    ranges = []
+    for number in numbers:
+        chunk = plan.chunks[number]
+        size, expected = len(chunk.names) * plan.row_bytes, results[number].checksum
+        ranges.append(ByteRange(plan.root / chunk.shard, chunk.offset, size, len(chunk.names), expected))
+    intact = find_intact(ranges, progress)
+    return {number: results[number] for number, right in zip(numbers, intact, strict=True) if right}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
