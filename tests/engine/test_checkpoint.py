@@ -9,6 +9,7 @@ import pytest
 
 from incvec.atomic_files import read_tensors
 from incvec.data import Dataset
+from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
 from incvec.errors import CheckpointError, TrainingError
 from tests.conftest import always_saving_run, make_run, quick
@@ -92,5 +93,34 @@ def test_loss_that_is_not_finite_is_reported_and_not_saved(
     with pytest.raises(TrainingError, match=r"'flat' became (nan|inf) in task 2, stage 'main', epoch 1, step 2"):
         finish(always_saving_run(few, tmp_path / "run", given))
     assert run.checkpoint_path.read_bytes() != before
+    saved = read_tensors(run.checkpoint_path)[0]
+    assert all(t.isfinite().all() for t in saved.values() if t.is_floating_point())
+
+
+def test_weights_that_the_last_step_of_an_epoch_made_infinite_are_not_saved(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All losses of the epoch are finite: only the weights show it before the checkpoint."""
+    from incvec.methods.podnet import PODNet
+
+    calls, target = 0, -1
+    original = PODNet.gradients
+
+    def poisoned(self: PODNet, parameters: Any) -> None:
+        nonlocal calls
+        original(self, parameters)
+        calls += 1
+        if calls == target:
+            next(iter(parameters.values())).grad.fill_(float("inf"))
+
+    monkeypatch.setattr(PODNet, "gradients", poisoned)
+    run = always_saving_run(few, tmp_path / "run", quick("podnet"))
+    events = run.events()
+    for event in events:
+        if isinstance(event, ev.StageStarted) and (event.task, event.stage) == (1, "main"):
+            target = calls + event.steps
+            break
+    with pytest.raises(TrainingError, match="no longer finite after task 2, stage 'main'"):
+        list(events)
     saved = read_tensors(run.checkpoint_path)[0]
     assert all(t.isfinite().all() for t in saved.values() if t.is_floating_point())
