@@ -12,7 +12,7 @@ from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Batch, Terms
 from incvec.data import Dataset, source
 from incvec.engine import evaluate
-from incvec.engine.losses import LossHistory, mean_terms
+from incvec.engine.loss_history import LossHistory, mean_terms
 from incvec.engine.run import finish
 from incvec.errors import TrainingError
 from incvec.methods.finetune import Finetune

@@ -18,8 +18,8 @@ from incvec.records import find_records
 from incvec.study import charts, figures, page_tables, style
 from incvec.study.groups import group_runs, make_panels
 from incvec.study.page import Section, chart_data, make_sections, render_html, write_report
+from incvec.study.page_figures import find_study_figures
 from incvec.study.runs import RunRecord, load_runs
-from incvec.study.study_figures import find_study_figures
 from incvec.study.tables import Table
 from tests.study.samples import path_data, runs_of, sample, study, write
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from incvec.study.page import make_sections, render_html
+from incvec.study.page_figures import find_study_figures
 from incvec.study.runs import load_runs
-from incvec.study.study_figures import find_study_figures
 from tests.study import samples
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

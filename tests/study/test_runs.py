@@ -13,7 +13,8 @@ from rich.console import Console
 
 from incvec.errors import DataError
 from incvec.presets import resolve
-from incvec.study.runs import addon_changes, host_changes, load_runs, run_command, run_rows, runs_table
+from incvec.study.run_table import run_rows, runs_table
+from incvec.study.runs import addon_changes, host_changes, load_runs, run_command
 from tests.study.samples import sample, write
 
 

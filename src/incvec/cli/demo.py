@@ -20,7 +20,7 @@ from incvec.presets import resolve
 from incvec.study import style
 from incvec.study.figures.canvas import legend_below, new_figure, plot_run, style_axes
 from incvec.study.geometry import load_snapshot, path, positions, task_accuracy
-from incvec.study.runs import run_rows, runs_table
+from incvec.study.run_table import run_rows, runs_table
 
 POINTS = 51
 RUNS: dict[str, dict[str, Any]] = {

@@ -30,8 +30,8 @@ def report(
     Figures that `incvec study` wrote among the records are included.
     """
     from incvec.study.page import write_report
+    from incvec.study.page_figures import find_study_figures
     from incvec.study.runs import load_runs
-    from incvec.study.study_figures import find_study_figures
 
     runs = load_runs(results)
     files = list(write_report(runs, out, find_study_figures(results)))

@@ -28,7 +28,7 @@ from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import ConfigError, DataError, check_out
 from incvec.presets import resolve, run_name
 from incvec.records import read_record
-from incvec.study.runs import run_rows, runs_table
+from incvec.study.run_table import run_rows, runs_table
 
 EXAMPLES = """[bold]Examples[/bold]
 

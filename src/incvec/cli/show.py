@@ -13,7 +13,7 @@ from rich.console import Console
 from incvec.cli.common import say_error
 from incvec.errors import ConfigError
 from incvec.records import read_record, readable
-from incvec.study.runs import run_rows, runs_table
+from incvec.study.run_table import run_rows, runs_table
 
 EXAMPLES = """[bold]Examples[/bold]
 

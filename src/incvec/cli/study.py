@@ -27,10 +27,10 @@ from incvec.study.figures import find_figures, redraw, write_figure
 from incvec.study.figures.tables import TABLES
 from incvec.study.geometry.curvature import run_curvature
 from incvec.study.geometry.evaluation import Backend, BatchNormMode, EvaluationOptions, Progress
-from incvec.study.geometry.gap import oracle_gap
 from incvec.study.geometry.paths import run_paths
 from incvec.study.geometry.planes import check_addon, run_plane
 from incvec.study.geometry.snapshots import first_task, last_task, require_ivt, run_config, run_metadata
+from incvec.study.oracle_gap import oracle_gap
 
 app = typer.Typer(no_args_is_help=True, help="Figures of finished runs: paths, trade-off, plane, gap, curvature.")
 Start = Literal["oracle", "own"]

@@ -269,7 +269,7 @@ def is_own_base(config: RunConfig, parts: RunParts, meta: Mapping[str, Any]) -> 
 # Writing ----------------------------------------------------------------------------------------------------
 
 
-class Saver:
+class CheckpointWriter:
     """Writes a run's checkpoints: on a GPU in a thread, on a CPU at once.
 
     `interval` is the time in seconds from one checkpoint to the next, at least. None: `SAVE_INTERVAL` times the

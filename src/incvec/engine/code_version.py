@@ -48,7 +48,7 @@ OTHER_FILES = (
     "data/packed.py",
     "data/store/__init__.py", "data/store/mapped.py", "data/store/open.py",
     "engine/__init__.py", "engine/checkpoint.py", "engine/code_version.py", "engine/device_errors.py",
-    "engine/estimate.py", "engine/evaluate.py", "engine/events.py", "engine/losses.py", "engine/record.py",
+    "engine/estimate.py", "engine/evaluate.py", "engine/events.py", "engine/loss_history.py", "engine/record.py",
     "engine/run.py", "engine/shared_bases.py", "engine/threads.py",
 )  # fmt: skip
 

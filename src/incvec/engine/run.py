@@ -22,7 +22,7 @@ from incvec.data import Dataset
 from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.build import RunParts, build, pick_device
-from incvec.engine.checkpoint import Position, Saver
+from incvec.engine.checkpoint import CheckpointWriter, Position
 from incvec.engine.device_errors import gpu_problem, translate_device_errors
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 from incvec.engine.loop import StageLoop
@@ -62,7 +62,7 @@ class Run:
         self.name = " + ".join([config.method, *config.addons]) + (" oracle" if config.oracle else "")
         self.device = pick_device(config.device, distributed.local_rank)
         self.state: RunState | None = None  # built by `events`
-        self._saver = Saver(self.checkpoint_path, self.device, save_interval)
+        self._saver = CheckpointWriter(self.checkpoint_path, self.device, save_interval)
         self._lock = FileLock(out / ".lock")
         self._base: BaseFile | None = None
 

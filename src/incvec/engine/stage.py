@@ -14,7 +14,7 @@ from incvec.engine import events as ev
 from incvec.engine.capture import capture_with_fallback
 from incvec.engine.checkpoint import Position
 from incvec.engine.loop import StageLoop
-from incvec.engine.losses import LossHistory, check_weights, fetch_history, mean_terms
+from incvec.engine.loss_history import LossHistory, check_weights, fetch_history, mean_terms
 from incvec.engine.seeds import derive
 from incvec.engine.state import RunState
 from incvec.errors import TrainingError
@@ -52,6 +52,7 @@ def train_stage(state: RunState, task: Task, stage: Stage, others_running: Calla
                 yield ev.Tick(waiting=True)
             yield log_epoch(state, task, loop, log, history)
         if save and not last:
+            check_weights(loop.parameters, task, stage)  # the last update, which no loss has seen yet
             state.position = Position(task.index, number, epoch + 1)
             yield state.save()
     log["seconds"] = round(log["seconds"] + time.monotonic() - began, 3)
@@ -83,12 +84,12 @@ def capture(state: RunState, task: Task, loop: StageLoop, others_running: Callab
     if state.parts.engine != "graph":
         return []
     if stage.eager:
-        state.progress.add_notice(f"stage {stage.name!r} runs eagerly: {stage.eager}")
-        return []
-    for addon in loop.addons:
-        addon.begin_epoch(task, stage, state.position.epoch + 1)  # allocates what its part of the step uses
-    live = {**state.tensors(addons=False), **loop.parameters}
-    notices = capture_with_fallback(loop, live, state.failed_captures, state.saver.wait, others_running)
+        notices = [f"stage {stage.name!r} runs eagerly: {stage.eager}"]
+    else:
+        for addon in loop.addons:
+            addon.begin_epoch(task, stage, state.position.epoch + 1)  # allocates what its part of the step uses
+        live = {**state.tensors(addons=False), **loop.parameters}
+        notices = capture_with_fallback(loop, live, state.failed_captures, state.saver.wait, others_running)
     for text in notices:
         state.progress.add_notice(text)
     return notices

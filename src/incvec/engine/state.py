@@ -14,7 +14,7 @@ from incvec.data import Dataset
 from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.build import RunParts
-from incvec.engine.checkpoint import Position, Saver
+from incvec.engine.checkpoint import CheckpointWriter, Position
 from incvec.engine.distributed import Distributed
 from incvec.engine.estimate import Estimate
 from incvec.engine.loop import StageLoop
@@ -26,7 +26,7 @@ class RunState:
     """The method and add-ons of a run, the position in it and the results so far."""
 
     def __init__(
-        self, config: RunConfig, dataset: Dataset, parts: RunParts, distributed: Distributed, saver: Saver
+        self, config: RunConfig, dataset: Dataset, parts: RunParts, distributed: Distributed, saver: CheckpointWriter
     ) -> None:
         self.config, self.dataset, self.parts, self.distributed, self.saver = config, dataset, parts, distributed, saver
         self.position = Position()

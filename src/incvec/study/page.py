@@ -16,9 +16,9 @@ from incvec.errors import check_out
 from incvec.study import charts, figures, page_tables, reproduced, style
 from incvec.study.charts import Chart, Heat
 from incvec.study.groups import Group, group_runs, make_panels
+from incvec.study.page_figures import StudyFigure
 from incvec.study.paper import is_in_paper, paper_tables
 from incvec.study.runs import RunRecord
-from incvec.study.study_figures import StudyFigure
 from incvec.study.tables import Table, safe_name
 
 TITLE = "incvec: results"

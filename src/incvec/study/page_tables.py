@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from incvec.study import comparisons, style
 from incvec.study.groups import Group
+from incvec.study.oracle_gap import pair_with_oracle
 from incvec.study.paper import INCREMENTS, METRICS, ablation_names, is_pretrained, paper_tables, pretrained_tables
-from incvec.study.runs import Record, RunRecord, oracle_gaps, run_command, run_rows, settings_text
+from incvec.study.run_table import run_rows
+from incvec.study.runs import Record, RunRecord, run_command, settings_text
 from incvec.study.tables import Cell, Column, Table, code, make_row, mean, number
 
 HEADINGS = {"AA": "AA ↑", "LA": "LA ↑", "FM": "FM ↓"}
@@ -49,7 +51,7 @@ def with_labels(table: Table) -> Table:
 def gap_table(dataset: str, groups: Sequence[Group]) -> Table | None:
     """The share of the way from the plain method to its oracle."""
     every = [run for group in groups for run in group.runs]
-    gaps = dict(zip((run.path for run in every), oracle_gaps([run.record for run in every]), strict=True))
+    gaps = dict(zip((run.path for run in every), pair_with_oracle([run.record for run in every]), strict=True))
     rows = []
     for group in groups:
         own = [gap for run in group.runs if (gap := gaps[run.path]) is not None and gap.closed is not None]

@@ -16,8 +16,9 @@ from incvec.presets import changed_settings, resolve
 from incvec.records import find_records, read_record
 from incvec.study import comparisons, paper
 from incvec.study.comparisons import NOT_RUN
+from incvec.study.oracle_gap import pair_with_oracle
 from incvec.study.paper import METRICS, BySeed, Records
-from incvec.study.runs import Record, oracle_gaps, row_name, seed_of, settings_text
+from incvec.study.runs import Record, row_name, seed_of, settings_text
 from incvec.study.tables import Cell, Table, make_row, mean, number
 
 BOUNDS_SWEEP, OPEN_SWEEPS = "cifar100-podnet", ("cifar100-switches", "cifar100-readings")  # each has a section
@@ -103,7 +104,7 @@ def bounds_table(dataset: str, records: Records) -> Table | None:
     shown = {paper.settings_key(config.resolved()): config for config in configs if config.tasks == tasks}
     members = [paper.records_of(config, records) for config in shown.values()]
     every = [record for own in members for record in own]
-    closed = {id(record): gap.closed for record, gap in zip(every, oracle_gaps(every), strict=True) if gap}
+    closed = {id(record): gap.closed for record, gap in zip(every, pair_with_oracle(every), strict=True) if gap}
     rows = []
     for config, own in zip(shown.values(), members, strict=True):
         shares = [share for record in own if (share := closed.get(id(record))) is not None]

@@ -1,5 +1,4 @@
-"""Runs, one record each: reading them, how their settings differ, the command that makes one, the oracle gap, and
-the table that `incvec show` prints."""
+"""Runs, one record each: reading them, how their settings differ, and the command that reproduces one."""
 
 from __future__ import annotations
 
@@ -9,16 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from incvec import metrics
 from incvec.config import digest
-from incvec.errors import ConfigError, DataError
+from incvec.errors import DataError
 from incvec.presets import changed_settings
 from incvec.records import read_record, readable, title
-from incvec.study.tables import MISSING, Cell, Column, Table, make_row, number
 
 Record = Mapping[str, Any]
 Seed = tuple[int, int | None]  # of the training and of the class order
@@ -55,7 +52,7 @@ class RunRecord:
 
     @property
     def increments_seconds(self) -> float | None:
-        """Training time after the base task, which runs share; of all of it if there is one task only."""
+        """Training time after the base task, which runs share; or the total if there is only one task."""
         spent = self.record.get("task_seconds")
         if not spent or len(spent) != len(self.record["accuracy"]):
             return None
@@ -125,101 +122,3 @@ def run_command(config: Mapping[str, Any], out: str | Path | None = None, **chan
         words += ["--variant", value] if key == "variant" else ["--set", f"{key}={yaml_value(value)}"]
     words += ["--out", str(out)] if out is not None else []
     return shlex.join(words)
-
-
-class OracleGap(NamedTuple):
-    """LA of a run with add-ons, of the plain method and of its oracle, with the same seed and settings."""
-
-    plain: float
-    with_addons: float
-    oracle: float
-
-    @property
-    def closed(self) -> float | None:
-        """(LA - LA_plain) / (LA_oracle - LA_plain); None if the oracle is not ahead of the plain method."""
-        return metrics.gap_closed(self.with_addons, self.plain, self.oracle)
-
-
-def oracle_gaps(records: Sequence[Record]) -> list[OracleGap | None]:
-    """The gap of each run with add-ons; None for others, and without a plain run and an oracle to compare with."""
-    keys = [_comparison_key(record) for record in records]
-    last: dict[tuple[str, bool], float] = {}
-    for key, record in zip(keys, records, strict=True):
-        if not record["addons"]:
-            last.setdefault((key, bool(record["oracle"])), float(record["metrics"]["LA"]))
-    gaps: list[OracleGap | None] = []
-    for key, record in zip(keys, records, strict=True):
-        plain, oracle = last.get((key, False)), last.get((key, True))
-        if not record["addons"] or record["oracle"] or plain is None or oracle is None:
-            gaps.append(None)
-        else:
-            gaps.append(OracleGap(plain, float(record["metrics"]["LA"]), oracle))
-    return gaps
-
-
-def _comparison_key(record: Record) -> str:
-    """Equal for a method, its oracle and the method with any add-on, all else (the seed included) being equal."""
-    try:
-        settings = host_changes(record)
-    except (ConfigError, KeyError):  # of a method that is not installed, or of an incomplete record
-        ignored = {"addons", "oracle", "device", "engine", *record["addons"]}
-        settings = {key: value for key, value in record.get("config", {}).items() if key not in ignored}
-    named = [record[key] for key in ("method", "dataset", "tasks", "test_counts")]
-    return digest([named, seed_of(record), settings])
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One run in a table; accuracies in percent, `gap_closed` a share of 1."""
-
-    run: str
-    dataset: str
-    tasks: int
-    seed: int
-    AA: float
-    LA: float
-    FM: float | None  # None if there was a single task
-    gap_closed: float | None
-    seconds: float | None
-    path: str | None = None
-    changed: str | None = None  # settings, or the folder if rows would read the same otherwise
-
-
-def run_rows(records: Sequence[Record], paths: Sequence[str] | None = None) -> list[RunRow]:
-    """One row per record, in the given order."""
-    names = [(title(record), record["dataset"], record["tasks"], record["seed"]) for record in records]
-    rows = []
-    for place, (record, name, gap) in enumerate(zip(records, names, oracle_gaps(records), strict=True)):
-        average, last, forgetting = (record["metrics"].get(metric) for metric in ("AA", "LA", "FM"))
-        path = None if paths is None else paths[place]
-        changed = _changed(record, path if names.count(name) > 1 else None)
-        closed = None if gap is None else gap.closed
-        rows.append(RunRow(*name, average, last, forgetting, closed, record.get("seconds"), path, changed))
-    return rows
-
-
-def _changed(record: Record, path: str | None) -> str | None:
-    """The settings a run changed; the folder of a run with its presets' settings, if `path` is given."""
-    folder = Path(path).parent.name if path else None
-    try:
-        changes = changed_settings(record["config"])
-    except (ConfigError, KeyError):  # as in `_comparison_key`
-        return folder
-    return settings_text(changes) or (f"as preset, in {folder}" if folder else None)
-
-
-def runs_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True) -> Table:
-    """Changed settings are listed in numbered notes below the table, or after the runs' names."""
-    notes: dict[str, int] = {}
-    made = []
-    for row in rows:
-        name = row.run
-        if row.changed:
-            name += f" [{notes.setdefault(row.changed, len(notes) + 1)}]" if footnotes else f" ({row.changed})"
-        closed = Cell(MISSING) if row.gap_closed is None else Cell(f"{100 * row.gap_closed:.0f} %", row.gap_closed)
-        numbers = [*map(number, (row.AA, row.LA, row.FM)), closed, number(row.seconds, ".1f")]
-        dim = row.run.endswith(" oracle")
-        made.append(make_row(name, row.dataset, str(row.tasks), str(row.seed), *numbers, dim=dim))
-    labels = ("tasks", "seed", "AA", "LA", "FM", "gap\nclosed", "seconds")  # 80 columns are enough
-    note = "\n".join(f"[{place}] {text}" for text, place in notes.items())
-    return Table(["run", "data set", *map(Column, labels)], made, title, note)

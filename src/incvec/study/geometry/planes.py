@@ -27,16 +27,7 @@ from incvec.data import Dataset
 from incvec.errors import ConfigError, DataError
 from incvec.study.geometry.evaluation import EvaluationOptions, Progress, StateEvaluator
 from incvec.study.geometry.paths import Value
-from incvec.study.geometry.snapshots import (
-    check_runs,
-    describe_run,
-    first_task,
-    load_snapshot,
-    missing_snapshot,
-    require_run,
-    run_config,
-    snapshot_tasks,
-)
+from incvec.study.geometry.snapshots import check_runs, describe_run, load_snapshot, require_run, run_config
 from incvec.study.geometry.states import State, difference, distance, matching_copy, preserved, weighted_sum
 
 
@@ -137,7 +128,12 @@ def run_plane(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The data of the plane figure: the grid and the models on it. `task` is counted from 0."""
-    everyone = check_plane(run, addon_run, oracle, task, size)
+    if task < 1:
+        raise ConfigError(f"a plane of task {task + 1} is not possible: it starts at the task before; use 2 or more.")
+    if size < 2:
+        raise ConfigError(f"a grid of {size} by {size} points is not possible: use 2 or more.")
+    check_addon(run, addon_run)
+    everyone = check_runs([run, addon_run], oracle, one_seed=True)
     started = time.monotonic()
 
     def state_before(each: Path) -> State:
@@ -148,6 +144,7 @@ def run_plane(
     others = [load_snapshot(each, task, dataset, device=options.device).state() for each in everyone[1:]]
     states = [state_before(origin_run), others[0], snapshot.state(), *others[1:]]
     names = [name for name, _ in snapshot.model.named_parameters()]
+    starts = [{**describe_run(r), "to_origin": distance(states[0], state_before(r), names)} for r in everyone]
     try:
         through = Plane.through(states[0], states[1], states[2], names)
     except ValueError as error:
@@ -165,7 +162,6 @@ def run_plane(
         mark = {"role": role, **describe_run(each), "a": a, "b": b, "off_plane": off_plane}
         mark |= {"accuracy": accuracy[k], "loss": loss[k], "to_origin": distance(states[0], states[k], names)}
         marks.append(mark | ({"to_oracle": distance(states[3], states[k], names)} if oracle else {}))
-    starts = [{**describe_run(r), "to_origin": distance(states[0], state_before(r), names)} for r in everyone]
 
     def grid(values: list[float]) -> list[list[float]]:
         return [values[k : k + size] for k in range(len(ends), len(values), size)]
@@ -185,26 +181,6 @@ def run_plane(
         "accuracy": grid(accuracy),
         "marks": marks,
     }
-
-
-def check_plane(run: Path, addon_run: Path, oracle: Path | None, task: int, size: int) -> list[Path]:
-    """All runs, once they are known to span a plane."""
-    if task < 1:
-        raise ConfigError(f"a plane of task {task + 1} is not possible: it starts at the task before; use 2 or more.")
-    if size < 2:
-        raise ConfigError(f"a grid of {size} by {size} points is not possible: use 2 or more.")
-    check_addon(run, addon_run)
-    everyone = check_runs([run, addon_run], oracle, one_seed=True)
-    for each in everyone:
-        first = first_task(each)
-        if first >= task:
-            raise ConfigError(
-                f"a plane of task {task + 1} starts at the model after task {task}, but the first snapshot of {each} "
-                f"is that after task {first + 1}: use {first + 2} or more."
-            )
-        if task not in snapshot_tasks(each):
-            raise missing_snapshot(each, task)
-    return everyone
 
 
 def check_addon(run: Path, addon_run: Path) -> None:

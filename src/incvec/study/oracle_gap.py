@@ -1,20 +1,62 @@
 """The gap between a method and its oracle, and how much of it each add-on closes. Needs records only.
 
-The gap closed, (LA - LA_plain) / (LA_oracle - LA_plain), is computed for each seed (`incvec.study.runs.oracle_gaps`)
-and then averaged.
+`pair_with_oracle` finds the plain run and the oracle of every run with add-ons, `oracle_gap` averages over seeds. The
+gap closed is (LA - LA_plain) / (LA_oracle - LA_plain), for each seed (`incvec.metrics.gap_closed`).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from incvec import metrics
 from incvec.config import digest
-from incvec.errors import DataError
+from incvec.errors import ConfigError, DataError
 from incvec.records import title
 from incvec.study import style
-from incvec.study.runs import Record, addon_changes, host_changes, oracle_gaps, run_command
+from incvec.study.runs import Record, addon_changes, host_changes, run_command, seed_of
+
+
+class OracleGap(NamedTuple):
+    """LA of a run with add-ons, of the plain method and of its oracle, with the same seed and settings."""
+
+    plain: float
+    with_addons: float
+    oracle: float
+
+    @property
+    def closed(self) -> float | None:
+        """(LA - LA_plain) / (LA_oracle - LA_plain); None if the oracle is not ahead of the plain method."""
+        return metrics.gap_closed(self.with_addons, self.plain, self.oracle)
+
+
+def pair_with_oracle(records: Sequence[Record]) -> list[OracleGap | None]:
+    """The gap of each run with add-ons; None for others, and without a plain run and an oracle to compare with."""
+    keys = [_comparison_key(record) for record in records]
+    last: dict[tuple[str, bool], float] = {}
+    for key, record in zip(keys, records, strict=True):
+        if not record["addons"]:
+            last.setdefault((key, bool(record["oracle"])), float(record["metrics"]["LA"]))
+    gaps: list[OracleGap | None] = []
+    for key, record in zip(keys, records, strict=True):
+        plain, oracle = last.get((key, False)), last.get((key, True))
+        if not record["addons"] or record["oracle"] or plain is None or oracle is None:
+            gaps.append(None)
+        else:
+            gaps.append(OracleGap(plain, float(record["metrics"]["LA"]), oracle))
+    return gaps
+
+
+def _comparison_key(record: Record) -> str:
+    """Equal for a method, its oracle and the method with any add-on, all else (the seed included) being equal."""
+    try:
+        settings = host_changes(record)
+    except (ConfigError, KeyError):  # of a method that is not installed, or of an incomplete record
+        ignored = {"addons", "oracle", "device", "engine", *record["addons"]}
+        settings = {key: value for key, value in record.get("config", {}).items() if key not in ignored}
+    named = [record[key] for key in ("method", "dataset", "tasks", "test_counts")]
+    return digest([named, seed_of(record), settings])
 
 
 class MissingRun(DataError):
@@ -74,7 +116,7 @@ def method_gap(records: Sequence[Record], joint: Sequence[Record]) -> dict[str, 
                 f"the gap of {first['method']} on {first['dataset']} needs the record of {name}. Run first:\n  "
                 + run_command(first["config"], addons=(), oracle=oracle)
             )
-    closed = {id(r): gap.closed for r, gap in zip(records, oracle_gaps(records), strict=True) if gap is not None}
+    closed = {id(r): gap.closed for r, gap in zip(records, pair_with_oracle(records), strict=True) if gap is not None}
     entries = [
         run_entry(list(runs[key].values()), closed) for key in sorted(runs, key=lambda k: (k[0], len(k[1]), k[1]))
     ]

@@ -8,7 +8,7 @@ import pytest
 
 from incvec.errors import DataError
 from incvec.presets import resolve
-from incvec.study.geometry.gap import oracle_gap
+from incvec.study.oracle_gap import oracle_gap
 
 
 def record(
