@@ -17,7 +17,7 @@ from incvec.study.figures.files import DRAW, format_json
 from incvec.study.figures.gap import describe_seeds, draw_gap
 from incvec.study.figures.path import curve_styles, draw_path, draw_tradeoff, task_range
 from incvec.study.oracle_gap import oracle_gap
-from tests.study.geometry.test_gap import record
+from tests.study.test_oracle_gap import record
 
 FORMAT_1 = Path(__file__).parent / "figures_format_1"  # written by version 0.1
 
