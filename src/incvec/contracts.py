@@ -210,21 +210,22 @@ def no_probe(batches: int) -> None:
 
 @dataclass
 class World:
-    """What a method or an add-on may use of the engine. The engine sets all fields; `add_source` is the only way to
+    """Engine services available to a method or an add-on. The engine sets all fields; `add_source` is the only way to
     change something.
     """
 
     device: torch.device
     tasks: tuple[Task, ...]  # the whole stream, including tasks that `stop_after` leaves out
     sources: Mapping[str, Source]  # "train", and those added by `add_source`
-    generator: torch.Generator  # for all draws; the engine reseeds it before every hook and epoch
+    generator: torch.Generator  # for all draws; reseeded at every epoch and before begin and end hooks
     image_shape: tuple[int, int, int]  # what the network sees
     oracle: bool = False  # whether every stage trains on all images of the classes seen
     class_names: tuple[str, ...] = ()  # by label; do not use those of future tasks
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # the run's mixed precision
     # `probe(n)` evaluates the stage's loss once, on up to n batches of the current epoch put together, without
     # gradients and without a step: for add-ons that have changed weights and measure statistics in `end_epoch`. Every
-    # call and every process sees the same samples and the same draws.
+    # call and every process sees the same samples and the same draws. The modules are in the stage's mode, so BatchNorm
+    # may update its running statistics, and `generator` is reseeded.
     probe: Callable[[int], None] = no_probe
     # The diagonal batch Fisher of the base task's last epoch, by parameter name of `Method.model`. For add-ons, in
     # `end_task` of the base task; None at any other time.
@@ -371,7 +372,8 @@ class AddOn:
     selects exemplars and prototypes with the final weights. With several add-ons, hooks are called in the order given.
 
     All runs share the method's stages of the base task, so an add-on must not change them. There it is called only for
-    `plan`, for stages that it appends, and for `end_task`. From the second task on it is called for everything.
+    `plan`, for stages that it appends, for `end_task` and for what follows it (`statistics`, `deployed`, `state`). From
+    the second task on it is called for everything. `begin_epoch` may run once more before a captured stage.
     """
 
     name: ClassVar[str]

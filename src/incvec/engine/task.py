@@ -45,7 +45,7 @@ def evaluate_task(state: RunState, task: Task, snapshot: Path | None) -> ev.Task
         method.begin_evaluation(task)
         state.synchronize()
         rows = parts.test.rows_of(0, task.n_seen)
-        # An add-on may change the encoder all the same, so then nothing is cached.
+        # An add-on may change even a frozen encoder, so then nothing is cached.
         encoded = state.encoded_test_images if method.frozen_encoder and not parts.addons else None
         counts = correct_by_class(method, parts.world, parts.test, rows, task, state.distributed, encoded)
         for name, correct in counts.items():

@@ -106,7 +106,7 @@ def yaml_value(value: Any) -> str:
 
 
 def run_command(config: Mapping[str, Any], out: str | Path | None = None, **changes: Any) -> str:
-    """The `incvec run` that makes a run of a resolved configuration, with some of its fields changed."""
+    """The `incvec run` command that reproduces a resolved configuration, with some of its fields changed."""
     config = {**config, **changes}
     words = ["incvec", "run", "--method", config["method"]]
     words += [word for name in config["addons"] for word in ("--addon", name)]
