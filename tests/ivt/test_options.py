@@ -30,6 +30,7 @@ def test_calls_out_of_order_say_what_to_do() -> None:
         ({"interval": 2.5}, "interval=2.5"),
         ({"structure": "full"}, "'diagonal', 'kernel'"),
         ({"optimizer_state": "drop"}, "'keep', 'reset'"),
+        ({"fisher": "sample"}, "removed.*set_fisher"),
     ],
 )
 def test_impossible_options_are_refused(options: Any, message: str) -> None:
@@ -104,3 +105,8 @@ def test_kernel_structure_solves_slices_and_leaves_the_rest_diagonal() -> None:
     ivt.begin_task(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert ivt.cumulative["0.weight"].shape == (4, 2, 9, 9)
     assert not ivt.cumulative["0.weight"][3].any()
+
+
+def test_observe_names_its_replacement() -> None:
+    with pytest.raises(AttributeError, match="set_fisher"):
+        IVT(network()).observe(None, None)

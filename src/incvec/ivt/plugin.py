@@ -59,6 +59,7 @@ class IVT:
         *optimizers: Optimizer,
         interval: int | None = 10,
         structure: Structure = "diagonal",
+        fisher: Literal["batch"] = "batch",
         optimizer_state: OptimizerState = "keep",
         memory: Memory = "device",
         listen: bool = True,
@@ -66,6 +67,8 @@ class IVT:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         check_choice("structure", structure, Structure)
+        if fisher != "batch":
+            raise ValueError(f"fisher={fisher!r} was removed: F comes from the steps, or from set_fisher()")
         check_choice("optimizer_state", optimizer_state, OptimizerState)
         check_choice("memory", memory, Memory)
         if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
@@ -272,6 +275,10 @@ class IVT:
                 self._admit({name: parameter})
             named.append((name, parameter))
         self._fisher.accumulate(named, grad_scale=grad_scale, found_inf=found_inf)
+
+    def observe(self, *arguments: object, **options: object) -> None:
+        """Removed."""
+        raise AttributeError("IVT.observe() was removed: pass an F computed elsewhere to set_fisher()")
 
     def _finalize(self) -> None:
         if not self._finalized:
