@@ -37,14 +37,14 @@ demo: $(VENV)/lab
 	$(BIN)/incvec demo
 
 test: $(VENV)/dev
-	@echo "make test: about 10 minutes with $(JOBS) processes"
+	@echo "make test: about 7 minutes with $(JOBS) processes"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
 test-all: $(VENV)/dev
-	@echo "make test-all: about 20 minutes with $(JOBS) processes"
+	@echo "make test-all: about 5 minutes with $(JOBS) processes"
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
 
 docs: $(VENV)/docs
