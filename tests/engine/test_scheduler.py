@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,3 +132,27 @@ def test_one_failure_does_not_stop_the_others(few: Dataset, tmp_path: Path, monk
     events = list(run_concurrently([lambda run=run: run for run in runs], at_once=2))  # type: ignore[misc]
     assert [n for n, event in events if isinstance(event, Failed)] == [0]
     assert [n for n, event in events if isinstance(event, ev.Finished)] == [1]
+
+
+def test_a_free_place_goes_to_a_run_whose_base_is_ready_before_the_queue() -> None:
+    """Two places. Run 1 waits for the base of run 0; the others are short. When run 2 ends, run 1 is next, not run 3."""
+    ready = False
+    started: list[int] = []
+
+    class Scripted:
+        def __init__(self, number: int, steps: int) -> None:
+            self.number, self.steps = number, steps
+
+        def events(self, others_running: object) -> Iterator[ev.Event]:
+            nonlocal ready
+            while self.number == 1 and not ready:
+                yield ev.Tick(waiting=True, blocked=True)
+            started.append(self.number)
+            for step in range(self.steps):
+                ready |= self.number == 0 and step == 2
+                yield ev.Tick()
+
+    steps = [20, 5, 5, 5, 5]
+    runs: Any = [partial(Scripted, number, count) for number, count in enumerate(steps)]
+    list(run_concurrently(runs, 2))
+    assert started == [0, 2, 1, 3, 4]

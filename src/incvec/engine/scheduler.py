@@ -24,7 +24,8 @@ def run_concurrently(
 ) -> Generator[tuple[int, ev.Event], None, None]:
     """Alternate between the runs, at most `at_once` at a time; yields each event with the number of its run.
 
-    A run that waits for a base which another one trains does not count. A run that finds the device's memory full
+    A run that waits for a base which another one trains does not count; when a place becomes free, waiting runs check
+    for their base before further runs are started. A run that finds the device's memory full
     stops, and resumes from its checkpoint when others have ended. A run that another process is working on is tried
     once more when all others have ended: that process may have been stopped.
     """
@@ -33,6 +34,7 @@ def run_concurrently(
     last_attempt = False  # whether `busy` runs are being tried once more
     active: dict[int, Generator[ev.Event, None, None]] = {}
     blocked: set[int] = set()
+    unchecked: set[int] = set()  # blocked runs that have not checked for their base since a place became free
 
     def working() -> int:
         return len(active) - len(blocked)
@@ -41,7 +43,8 @@ def run_concurrently(
         while queue or active or busy:
             if not queue and not active:
                 queue, busy, last_attempt = busy, [], True
-            while queue and working() < at_once:
+            unchecked &= blocked
+            while queue and working() < at_once and not unchecked:
                 number = queue.pop(0)
                 try:
                     active[number] = make_runs[number]().events(others_running=lambda: working() > 1)
@@ -50,7 +53,9 @@ def run_concurrently(
             idle = True
             for number, events in list(active.items()):
                 if number in blocked and working() >= at_once:
+                    unchecked.add(number)
                     continue  # all places are taken; it checks for its base when one is free
+                unchecked.discard(number)
                 try:
                     event = next(events)
                 except StopIteration:
