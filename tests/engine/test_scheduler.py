@@ -135,7 +135,7 @@ def test_one_failure_does_not_stop_the_others(few: Dataset, tmp_path: Path, monk
 
 
 def test_a_free_place_goes_to_a_run_whose_base_is_ready_before_the_queue() -> None:
-    """Two places. Run 1 waits for the base of run 0; the others are short. When run 2 ends, run 1 is next, not run 3."""
+    """Two places. Run 1 waits for the base of run 0; the others are short. When run 2 ends, run 1 is next."""
     ready = False
     started: list[int] = []
 
