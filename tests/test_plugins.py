@@ -227,3 +227,21 @@ def test_entry_and_class_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(METHODS, "other", "incvec.methods.finetune:Finetune")
     with pytest.raises(ConfigError, match=r"the method 'other' is a class with the name 'finetune'"):
         find_method("other")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("missing.py", None, "does not exist: give the path of a Python file"),
+        (".", None, "is a folder: give the path of a Python file"),
+        ("notes.txt", "", "has to end in .py"),
+        ("broken.py", "x = (", "SyntaxError"),
+        ("imports.py", "import not_installed_anywhere", "No module named 'not_installed_anywhere'"),
+    ],
+)
+def test_plugin_files_that_cannot_be_loaded(name: str, content: str | None, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=expected):
+        load_plugin(file)

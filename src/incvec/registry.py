@@ -161,7 +161,8 @@ def load_plugin(path: Path) -> None:
     """Run a Python file that registers methods, add-ons or data sets; a file is run once per process."""
     path = Path(path).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"the plug-in {path} does not exist: give the path of a Python file.")
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"the plug-in {path} {problem}: give the path of a Python file.")
     name = f"incvec_plugin_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return
