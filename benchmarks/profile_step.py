@@ -35,7 +35,7 @@ def run_steps(loop: StageLoop, steps: int) -> None:
     """Run that many steps, from the beginning of the epoch."""
     loop.cursor.zero_()
     for _ in range(steps):
-        (loop.replay or loop.step)()
+        loop.queue_step()
 
 
 def seconds_per_step(loop: StageLoop, steps: int, waits: bool) -> float:
@@ -75,7 +75,7 @@ def profile_stage(loop: StageLoop, stage: str, addons: list[str], max_steps: int
     steps = min(max_steps or loop.steps, loop.steps)
     kernels = kernels_of(loop, steps)
     return {
-        "engine": "graph" if loop.replay else "eager",
+        "engine": "graph" if loop.replays else "eager",
         "stage": stage,
         "addons": addons,
         "steps": steps,

@@ -273,6 +273,7 @@ class Method(nn.Module):
     joint: ClassVar[bool] = False  # whether all classes are trained as one task, whatever the stream
     pretrained: ClassVar[bool] = False  # whether `model` starts from pre-trained weights; then tasks have equal sizes
     trains: ClassVar[bool] = True  # whether it has any stages
+    own_terms: ClassVar[tuple[str, ...]] = ("ce",)  # loss terms of the main stage that classify the task's samples
     frozen_encoder: ClassVar[bool] = False  # whether `encode` never changes, so that test images are encoded once
 
     task: Task  # the current one; the engine sets it before `grow`
@@ -417,6 +418,13 @@ class AddOn:
 
     def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
         """Read or change `.grad` in each step, after the method's transform. Part of the captured step."""
+
+    def uses_own_gradients(self, stage: Stage) -> bool:
+        """Whether `own_gradients` is to be called in the epoch that begins, at the cost of a second backward pass."""
+        return False
+
+    def own_gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Read `.grad` of the method's `own_terms` alone, before each step's other gradients. Part of the step."""
 
     def end_epoch(self, task: Task, stage: Stage, epoch: int, optimizer: torch.optim.Optimizer | None) -> None:
         """The epoch's steps are queued; change weights here. Without host synchronization."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
@@ -74,6 +74,13 @@ def _requires_grad(arguments: tuple[Any, ...]) -> tuple[bool, ...]:
     return tuple(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
+def _kept_buffers() -> AbstractContextManager[Any]:
+    """Compiled backward passes that can run twice, for gradients of a part of the loss."""
+    import torch._functorch.config as config
+
+    return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else nullcontext()
+
+
 @contextmanager
 def fusing(active: bool = True) -> Iterator[None]:
     """Within this context, fused functions run compiled."""
@@ -86,7 +93,7 @@ def fusing(active: bool = True) -> Iterator[None]:
     before, _active = _active, True
     try:
         settings = {name: value for name, value in SETTINGS.items() if hasattr(torch._dynamo.config, name)}
-        with torch._dynamo.config.patch(settings):
+        with torch._dynamo.config.patch(settings), _kept_buffers():
             yield
     finally:
         _active = before

@@ -38,7 +38,7 @@ def at_stage(run: Run, name: str) -> Iterator[StageLoop]:
             break
     loop = run.loop
     assert loop is not None
-    assert (loop.replay is not None) == (run.parts.engine == "graph")
+    assert bool(loop.replays) == (run.parts.engine == "graph")
     assert loop.optimizer is not None
     loop.order.copy_(loop.rows.flip(0)[: len(loop.order)])  # the last rows are exemplars, for which some losses draw
     for group in loop.optimizer.param_groups:
@@ -59,7 +59,7 @@ def steps(run: Run, loop: StageLoop, fixed: tuple[bool, bool]) -> torch.Tensor:
         for buffer, value in buffers.items():
             buffer.copy_(value)
         wait()
-        (loop.replay or loop.step)()
+        loop.queue_step()
         wait()
         terms.append(loop.history[0].detach().cpu().clone())
     return torch.stack(terms)

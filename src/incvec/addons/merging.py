@@ -127,12 +127,12 @@ class FisherPass(AddOn):
 
     def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
         if stage.owner == self.name:
-            self._sums.accumulate((name.removeprefix("model."), p) for name, p in parameters.items())
+            self._sums.accumulate((name.removeprefix("model."), p.grad) for name, p in parameters.items())
 
     def end_stage(self, task: Task, stage: Stage) -> None:
         if stage.owner == self.name:
-            self._sums.mean_()
-            fisher, self._sums = self._sums.sums, BatchFisher({})
+            zeros = {name: torch.zeros_like(total) for name, total in self._sums.sums.items()}
+            fisher, self._sums = zeros | self._sums.mean(), BatchFisher({})
             self.measured(task, fisher)
 
     def measured(self, task: Task, fisher: Tensors) -> None:

@@ -78,7 +78,7 @@ def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def capture_step(loop: StageLoop, live: Mapping[str, Tensor], compiled: bool) -> None:
-    """Set `loop.replay` to the captured step.
+    """Add the captured step to `loop.replays`.
 
     The warm-up steps compile kernels and select algorithms. They also change weights, statistics and optimizer
     state, so everything in `live` is restored afterwards.
@@ -91,7 +91,7 @@ def capture_step(loop: StageLoop, live: Mapping[str, Tensor], compiled: bool) ->
                     loop.step()
         finally:
             loop.cursor.zero_()
-        loop.replay = capture_graph(loop.step, [loop.world.generator, loop.views_generator], warmup=0)
+        loop.replays[loop.own] = capture_graph(loop.step, [loop.world.generator, loop.views_generator], warmup=0)
 
 
 def capture_with_fallback(
@@ -146,7 +146,7 @@ def capture_with_fallback(
 
 def discard_capture(loop: StageLoop) -> None:
     """Remove what a failed capture leaves behind: gradients in its memory, and generators that it made unusable."""
-    loop.replay = None
+    loop.replays.clear()
     loop.world.generator = torch.Generator(loop.world.device)
     loop.views_generator = torch.Generator(loop.world.device)
     for parameter in loop.parameters.values():

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from incvec.contracts import AddOn, Method, Stage, World
+from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Streamed
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 from incvec.engine.optimizer import make_optimizer, select_parameters
@@ -69,7 +69,9 @@ class StageLoop:
         self.terms: list[str] = []
         self.history = torch.zeros(0, device=device)
         self.views_generator = torch.Generator(device)
-        self.replay: Callable[[], None] | None = None
+        self.own = False  # whether steps of this epoch also compute the gradients of the method's own terms
+        self.replays: dict[bool, Callable[[], None]] = {}  # captured steps, by `own`
+        self.attempted: set[bool] = set()  # those that a capture was attempted for
         self.probes = 0  # calls of `probe` so far
         self.sync_batchnorm = False
 
@@ -84,21 +86,41 @@ class StageLoop:
             total = torch.stack([term.float() for term in terms.values()]).sum()
         self._write_history(terms)
         if self.parameters:
+            if self.own:
+                self._own_backward(terms)
             self._backward(total)
         self.cursor += 1
 
-    def _backward(self, total: Tensor) -> None:
+    def _set_gradients(self, loss: Tensor, keep_graph: bool = False) -> None:
+        """`.grad` of every parameter, averaged over the processes."""
         parameters = list(self.parameters.values())
-        gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=keep_graph)
         self._check_backbone_gradients(gradients)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None and gradient.stride() != parameter.stride():
                 gradient = torch.empty_like(parameter).copy_(gradient)  # fused optimizers need the same layout
             parameter.grad = gradient
         self.distributed.reduce_gradients(parameters)
+
+    def _own_backward(self, terms: Mapping[str, Tensor]) -> None:
+        """Gradients of the terms that classify the task's samples, for the add-ons that use them."""
+        missing = [name for name in self.method.own_terms if name not in terms]
+        if missing or not self.method.own_terms:
+            raise ConfigError(
+                f"the loss of {self.method.name} with these settings has the terms {', '.join(terms)}, none of which is "
+                "that of the task's own samples alone. Use ivt.fisher_loss=whole."
+            )
+        self._set_gradients(torch.stack([terms[name].float() for name in self.method.own_terms]).sum(), keep_graph=True)
+        for addon in self.addons:
+            if addon.uses_own_gradients(self.stage):
+                addon.own_gradients(self.stage, self.parameters)
+
+    def _backward(self, total: Tensor) -> None:
+        parameters = list(self.parameters.values())
+        self._set_gradients(total)
         self.method.gradients(self.parameters)
         if self.fisher is not None:
-            self.fisher.accumulate(self.parameters.items())
+            self.fisher.accumulate((name, p.grad) for name, p in self.parameters.items())
         for addon in self.addons:
             addon.gradients(self.stage, self.parameters)
         if self.optimizer is not None:
@@ -141,7 +163,13 @@ class StageLoop:
         """Queue the epoch's next step on the device."""
         if self.streamed is not None:
             self.streamed.next()
-        (self.replay or self.step)()
+        self.replays.get(self.own, self.step)()
+
+    def prepare_addons(self, task: Task, epoch: int) -> None:
+        """Let the add-ons begin an epoch (counted from 0), and find out which gradients they use in it."""
+        for addon in self.addons:
+            addon.begin_epoch(task, self.stage, epoch + 1)
+        self.own = any(addon.uses_own_gradients(self.stage) for addon in self.addons)
 
     def set_mode(self, sync_batchnorm: bool = True) -> None:
         """Train mode as the stage requires; BatchNorm over all processes if each has a part of the batch."""

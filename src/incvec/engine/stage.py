@@ -29,16 +29,19 @@ def train_stage(state: RunState, task: Task, stage: Stage, others_running: Calla
     state.parts.world.probe = loop.probe
     loop.set_mode(state.config.sync_batchnorm)
     log = state.progress.stage_log(task, stage)
-    began = time.monotonic()
-    for text in capture(state, task, loop, others_running):
+    loop.prepare_addons(task, first_epoch)  # they allocate what their part of the step uses
+    for text in capture(state, loop, log, others_running):
         yield ev.Notice(text)
-    log["capture_seconds"] = round(log.get("capture_seconds", 0.0) + time.monotonic() - began, 3)
     state.estimate.record_rows(task, stage, len(loop.rows))
     yield ev.StageStarted(task.index, stage.name, stage.epochs, first_epoch, len(loop.rows), loop.steps)
     began = time.monotonic()
     unread: deque[LossHistory] = deque()
     for epoch in range(first_epoch, stage.epochs):
         begin_epoch(state, task, loop, epoch)
+        if loop.own not in loop.attempted:
+            for text in capture(state, loop, log, others_running):
+                yield ev.Notice(text)
+            begin_epoch(state, task, loop, epoch)  # again: the capture has drawn and accumulated
         for step in range(1, loop.steps + 1):
             loop.queue_step()
             if step % STEPS_PER_TICK == 0:
@@ -78,18 +81,19 @@ def begin_stage(state: RunState, task: Task, stage: Stage) -> StageLoop:
     return state.make_loop(task, stage, rows)
 
 
-def capture(state: RunState, task: Task, loop: StageLoop, others_running: Callable[[], bool]) -> list[str]:
-    """Capture the step if the engine is `graph`; returns notices about slower modes."""
+def capture(state: RunState, loop: StageLoop, log: dict[str, Any], others_running: Callable[[], bool]) -> list[str]:
+    """Capture the epoch's step if the engine is `graph`; returns notices about slower modes."""
     stage = loop.stage
+    loop.attempted.add(loop.own)
     if state.parts.engine != "graph":
         return []
     if stage.eager:
-        notices = [f"stage {stage.name!r} runs eagerly: {stage.eager}"]
+        notices = [f"stage {stage.name!r} runs eagerly: {stage.eager}"] if len(loop.attempted) == 1 else []
     else:
-        for addon in loop.addons:
-            addon.begin_epoch(task, stage, state.position.epoch + 1)  # allocates what its part of the step uses
+        began = time.monotonic()
         live = {**state.tensors(addons=False), **loop.parameters}
         notices = capture_with_fallback(loop, live, state.failed_captures, state.saver.wait, others_running)
+        log["capture_seconds"] = round(log.get("capture_seconds", 0.0) + time.monotonic() - began, 3)
     for text in notices:
         state.progress.add_notice(text)
     return notices
@@ -104,8 +108,7 @@ def begin_epoch(state: RunState, task: Task, loop: StageLoop, epoch: int) -> Non
     loop.views_generator.manual_seed(derive(seed, *purpose, "views", *rank))
     shuffle = torch.Generator(loop.world.device).manual_seed(derive(seed, *purpose, "shuffle"))
     loop.begin_epoch(epoch, shuffle)
-    for addon in loop.addons:
-        addon.begin_epoch(task, loop.stage, epoch + 1)
+    loop.prepare_addons(task, epoch)
 
 
 def end_epoch(state: RunState, task: Task, loop: StageLoop, epoch: int) -> None:

@@ -1,7 +1,10 @@
-"""F_t, the diagonal Fisher of a task: the mean over optimizer steps of the squared batch gradients (Algorithm 1).
+"""F_t, the diagonal Fisher of a task: the mean over steps of the squared batch gradients (Algorithm 1).
 
 The `diagonal` structure has one number per weight. In the `kernel` structure the weight of a convolution with a k x k
 kernel (k*k > 1) has a (k*k x k*k) block E[g g^T] per slice (out, in); every other parameter stays diagonal.
+
+Squares are stored as multiples of 2^-64: gradients are multiplied by 2^32 first. S depends on ratios only, and the
+square of a gradient below 1e-19 would lose bits in float32, or vanish. A power of two changes no other bit.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from torch import Tensor
 from .names import fisher_shape, state_dtype
 
 Structure = Literal["diagonal", "kernel"]
+EXPONENT = 64  # F is stored as F * 2^EXPONENT
+_GRADIENT_FACTOR = 2.0 ** (EXPONENT // 2)
+_CHUNK_ELEMENTS = 1 << 24  # transient memory of a step: this many scaled gradients at a time
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
@@ -23,13 +29,40 @@ def check_choice(name: str, value: object, choices: object) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, get_args(choices)))}")
 
 
+def check_fisher(name: str, value: Tensor, kernel: bool = False) -> None:
+    """Raise ValueError unless every number is finite and, on the diagonal, not negative. Synchronizes."""
+    if not bool(torch.isfinite(value).all()):
+        raise ValueError(f"F of {name!r} has numbers that are not finite")
+    if bool(((value.diagonal(dim1=-2, dim2=-1) if kernel else value) < 0).any()):
+        raise ValueError(f"F of {name!r} has negative numbers; it is a mean of squares")
+
+
 def capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured on the tensor's device."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def in_chunks(tensors: Sequence[Tensor]) -> Iterator[slice]:
+    """Ranges of tensors with a bounded number of elements."""
+    start = elements = 0
+    for index, tensor in enumerate(tensors):
+        if index > start and elements + tensor.numel() > _CHUNK_ELEMENTS:
+            yield slice(start, index)
+            start, elements = index, 0
+        elements += tensor.numel()
+    if start < len(tensors):
+        yield slice(start, len(tensors))
+
+
+def add_squares_(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """sums += (2^32 gradient)^2, in place."""
+    for part in in_chunks(gradients):
+        scaled = torch._foreach_mul(list(gradients[part]), _GRADIENT_FACTOR)
+        torch._foreach_addcmul_(list(sums[part]), scaled, scaled)
+
+
 class BatchFisher:
-    """Sums of squared gradients by parameter name, and the number of steps in each.
+    """Sums of squared gradients by parameter name, times 2^64, and the number of steps in each.
 
     Buffers exist before the first step and are only written in place by `accumulate`, which reads nothing back
     to the host: it can be captured in a CUDA graph. There is one step counter on the device per set of
@@ -42,7 +75,7 @@ class BatchFisher:
         self.sums: dict[str, Tensor] = {}
         self.seen: dict[str, None] = {}  # names that have had a gradient, in order
         self._steps: dict[frozenset[str], Tensor] = {}
-        self._ones: dict[torch.device, Tensor] = {}  # added to a counter at each step; captured graphs refer to them
+        self._units: dict[torch.device, Tensor] = {}  # a gradient that adds one to a counter; graphs refer to them
         self._groups: list[tuple[list[Tensor], list[str]]] = []  # counters, and the names that use them
         self._together: dict[tuple[str, ...], tuple[list[Tensor], Tensor]] = {}  # see _add_known
         self.allocate(parameters)
@@ -78,35 +111,34 @@ class BatchFisher:
                 )
             self._groups = []
             counter = self._steps[key] = torch.zeros((), dtype=torch.float32, device=like.device)
-            self._ones.setdefault(counter.device, torch.ones_like(counter))
+            self._units.setdefault(counter.device, torch.full_like(counter, 1 / _GRADIENT_FACTOR))
         return counter
 
     @torch.no_grad()
     def accumulate(
         self,
-        parameters: Iterable[tuple[str, Tensor]],
+        gradients: Iterable[tuple[str, Tensor | None]],
         *,
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Add the squares of the parameters' `.grad` and count one step; a missing gradient counts as zero.
+        """Add the squares of the gradients, given by parameter name, and count one step; None counts as zero.
 
         grad_scale and found_inf are what a GradScaler passes to a fused optimizer: gradients are divided by the
         scale, and a step that found infinities is skipped, both on the device. Such a step's gradients are
         replaced by zeros, not multiplied by them: 0 * inf is not a number.
         """
-        pairs = list(parameters)
+        pairs = list(gradients)
         if grad_scale is None and found_inf is None and self._add_known(pairs):
             return
         names: list[str] = []
         sums: list[Tensor] = []
-        gradients: list[Tensor] = []
+        dense: list[Tensor] = []
         finite = None if found_inf is None else found_inf.reshape(()) == 0
-        for name, parameter in pairs:
-            gradient = parameter.grad
+        for name, gradient in pairs:
             if gradient is not None:
                 if name not in self.sums:
-                    self.allocate({name: parameter})
+                    self.allocate({name: gradient})
                 total = self.sums[name]
                 self.seen[name] = None
                 if gradient.is_sparse:
@@ -118,39 +150,37 @@ class BatchFisher:
                 if finite is not None:
                     gradient = torch.where(finite.to(gradient.device, non_blocking=True), gradient, 0.0)
                 if name in self.kernels:
-                    vectors = gradient.flatten(2)
+                    vectors = gradient.flatten(2) * _GRADIENT_FACTOR
                     total.addcmul_(vectors.unsqueeze(-1), vectors.unsqueeze(-2))
                 else:
                     sums.append(total)
-                    gradients.append(gradient)
+                    dense.append(gradient)
             if name in self.sums:
                 names.append(name)
         if not names:
             return
-        if sums:
-            torch._foreach_addcmul_(sums, gradients, gradients)
+        add_squares_(sums, dense)
         counter = self.counter(names)
         counter.add_(1.0 if finite is None else finite.to(counter, non_blocking=True))
         if len(sums) == len(pairs) and all((t.dtype, t.device) == (counter.dtype, counter.device) for t in sums):
-            self._together[tuple(names)] = [*sums, counter], self._ones[counter.device]
+            self._together[tuple(names)] = [*sums, counter], self._units[counter.device]
 
-    def _add_known(self, pairs: Sequence[tuple[str, Tensor]]) -> bool:
+    def _add_known(self, pairs: Sequence[tuple[str, Tensor | None]]) -> bool:
         """The common step: dense gradients of the sums' dtype, for parameters that have stepped together before.
 
-        The counter is appended to the sums with a gradient of one, so that all is one operation.
+        The counter is appended to the sums with a gradient whose scaled square is one, so that all is one operation.
         """
         known = self._together.get(tuple(name for name, _ in pairs))
         if known is None:
             return False
-        sums, one = known
+        sums, unit = known
         gradients = []
-        for _, parameter in pairs:
-            gradient = parameter.grad
-            if gradient is None or gradient.dtype != one.dtype or gradient.is_sparse:
+        for _, gradient in pairs:
+            if gradient is None or gradient.dtype != unit.dtype or gradient.is_sparse:
                 return False
             gradients.append(gradient)
-        gradients.append(one)
-        torch._foreach_addcmul_(sums, gradients, gradients)
+        gradients.append(unit)
+        add_squares_(sums, gradients)
         return True
 
     def by_counters(self) -> Iterator[tuple[Tensor, list[str]]]:
@@ -178,7 +208,7 @@ class BatchFisher:
 
     @torch.no_grad()
     def mean_(self) -> None:
-        """Turn the sums into means in place; without steps they stay zero."""
+        """Turn the sums into means in place, still times 2^64; without steps they stay zero."""
         for steps, names in self.by_counters():
             torch._foreach_div_([self.sums[name] for name in names], steps.clamp_min(1.0))
 
@@ -189,7 +219,7 @@ class BatchFisher:
         for steps, names in self.by_counters():
             for name in names:
                 if name in self.seen:
-                    result[name] = self.sums[name] / steps.clamp_min(1.0)
+                    result[name] = self.sums[name] / steps.clamp_min(1.0) * 2.0**-EXPONENT
         return {name: result[name] for name in self.seen}
 
     @torch.no_grad()
@@ -200,7 +230,7 @@ class BatchFisher:
 
     @torch.no_grad()
     def restore(self, sums: Mapping[str, Tensor], steps: Sequence[float]) -> None:
-        """Load saved sums and their step counts in place; everything else becomes zero."""
+        """Load saved sums (times 2^64) and their step counts in place; everything else becomes zero."""
         self.zero_()
         self._together.clear()
         self.seen = dict.fromkeys(sums)

@@ -1,15 +1,25 @@
-"""Parameters by name, and the shape and dtype of the state stored for each."""
+"""Parameters by name: which ones IVT knows, which it leaves alone, and what is stored for each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Union
+
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Predicate = Callable[[str, nn.Parameter], bool]
+Excluded = Union[str, nn.Module, Predicate]
+Past = Mapping[str, Union[str, Sequence[str], None]]
+
+_SHARDED = "sharded parameters (FSDP, DTensor)"
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside a compiled, DataParallel or DistributedDataParallel wrapper."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
@@ -17,13 +27,71 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer that steps, inside the wrapper of accelerate, Lightning or another library."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; pass the optimizer that steps"
+        )
+    return optimizer
+
+
+def clean(name: str) -> str:
+    """A parameter's name without the prefixes of wrappers inside the model."""
+    return name.replace("_orig_mod.", "")
+
+
 def float_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Floating-point parameters by name, without the prefixes of compile or DDP wrappers."""
     return {
-        name.replace("_orig_mod.", ""): parameter
-        for name, parameter in unwrap(model).named_parameters()
-        if parameter.is_floating_point()
+        clean(name): parameter for name, parameter in unwrap(model).named_parameters() if parameter.is_floating_point()
     }
+
+
+def check_supported(model: nn.Module, left_alone: Iterable[str]) -> None:
+    """Raise TypeError for trained parameters that IVT has no Fisher for: complex and sharded ones."""
+    left_alone = set(left_alone)
+    for name, parameter in unwrap(model).named_parameters():
+        if not parameter.requires_grad or clean(name) in left_alone:
+            continue
+        if parameter.is_complex():
+            raise TypeError(
+                f"{name!r} is complex; IVT handles real parameters only. Leave it alone: exclude=[{name!r}]"
+            )
+        sharded = type(parameter.data).__name__ == "DTensor" or type(parameter).__name__ == "FlatParameter"
+        if sharded or "_fsdp_wrapped_module." in name:
+            raise TypeError(
+                f"{name!r} is one of the model's {_SHARDED}, which IVT does not support: its state is stored by whole "
+                "tensor. Train with DistributedDataParallel, or on one device"
+            )
+
+
+def excluded_names(model: nn.Module, excluded: Sequence[Excluded]) -> frozenset[str]:
+    """Names of the parameters that the prefixes, modules and predicates select; each has to select some."""
+    parameters = {clean(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    found: set[str] = set()
+    for item in excluded:
+        if isinstance(item, str):
+            prefix = item.rstrip(".")
+            chosen = [name for name in parameters if name == prefix or name.startswith(prefix + ".")]
+        elif isinstance(item, nn.Module):
+            own = {id(parameter) for parameter in item.parameters()}
+            chosen = [name for name, parameter in parameters.items() if id(parameter) in own]
+        elif callable(item):
+            chosen = [name for name, parameter in parameters.items() if item(name, parameter)]
+            if not chosen:
+                continue  # a predicate may have nothing to select yet
+        else:
+            raise TypeError(f"exclude: expected prefixes of names, modules or predicates, got {type(item).__name__}")
+        if not chosen:
+            what = repr(item) if isinstance(item, str) else f"the given {type(item).__name__}"
+            raise ValueError(
+                f"exclude: {what} matches no parameter of the model; its names are {list(parameters)[:5]}, ..."
+            )
+        found.update(chosen)
+    return frozenset(found)
 
 
 def kernel_names(model: nn.Module) -> frozenset[str]:
@@ -31,9 +99,9 @@ def kernel_names(model: nn.Module) -> frozenset[str]:
     names: set[str] = set()
     for prefix, module in unwrap(model).named_modules():
         weight = module._parameters.get("weight")
-        convolution = isinstance(module, nn.Conv2d | nn.ConvTranspose2d)
+        convolution = isinstance(module, (nn.Conv2d, nn.ConvTranspose2d))
         if convolution and weight is not None and weight.shape[2] * weight.shape[3] > 1:
-            names.add(f"{prefix}.weight".removeprefix(".").replace("_orig_mod.", ""))
+            names.add(clean(f"{prefix}.weight".lstrip(".")))
     return frozenset(names)
 
 
@@ -58,9 +126,28 @@ def grown(name: str, old: Tensor, parameter: Tensor, kernel: bool) -> Tensor:
     if not shape or old.dim() != len(shape) or old.shape[1:] != shape[1:] or old.shape[0] > shape[0]:
         raise ValueError(
             f"parameter {name!r} now needs a Fisher of shape {tuple(shape)}, but earlier tasks left one of shape "
-            f"{tuple(old.shape)}; only rows appended to dimension 0 are supported: "
-            "give a parameter of another shape a new name"
+            f"{tuple(old.shape)}; only rows appended to dimension 0 are supported. If it is another tensor, or "
+            f"continues others, say so: begin_task(past={{{name!r}: None}}), or the names of those it continues"
         )
     padded = old.new_zeros(shape)
     padded[: len(old)] = old
     return padded
+
+
+def continued(old: Mapping[str, Tensor], names: Iterable[str], past: Past) -> dict[str, Tensor]:
+    """Fbar of earlier tasks under its present names: `past` names what a tensor continues, by default itself."""
+    names = list(names)
+    unknown = sorted(set(past) - set(names))
+    if unknown:
+        raise KeyError(f"past: the model has no parameters {unknown[:5]}; its names are {names[:5]}, ...")
+    result: dict[str, Tensor] = {}
+    for name in names:
+        sources = past.get(name, name if name in old else None)
+        parts = [sources] if isinstance(sources, str) else list(sources or ())
+        missing = [part for part in parts if part not in old]
+        if missing:
+            raise KeyError(f"past: {name!r} cannot continue {missing}, of which no earlier task has a Fisher")
+        if parts:
+            rows = [old[part].to(old[parts[0]].device) for part in parts]
+            result[name] = rows[0] if parts == [name] else torch.cat(rows)  # a copy, unless it continues itself
+    return result

@@ -1,10 +1,10 @@
-"""The plug-in: anchor, cumulative Fisher, schedule and state of Increment Vector Transformation.
+"""The plug-in: options, schedule, listening and state of Increment Vector Transformation.
 
-    ivt = IVT(model, interval=10)
+    ivt = IVT(model, interval=10, exclude=["fc"], batchnorm="layer")
     for task in tasks:
         ...                                      # grow the model, make this task's optimizer
-        ivt.begin_task(optimizer=optimizer)      # anchor <- theta
-        for epoch in range(epochs):
+        ivt.begin_task(optimizer, epochs=160)    # anchor <- theta
+        for epoch in range(160):
             for batch in loader: ...             # forward, backward, optimizer.step()
             ivt.end_epoch()                      # F_t; every interval-th epoch: theta <- anchor + S (theta - anchor)
         ivt.end_task()                           # Fbar_t = Fbar_{t-1} + F_t
@@ -17,85 +17,136 @@ adds squares to F in place. Steps, ends of epochs and diagonal teleports never s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from .fisher import BatchFisher, Structure, capturing, check_choice
-from .names import fisher_shape, float_parameters, grown, kernel_names, state_dtype, unwrap
-from .state import State, check_fits, pack, unpack
-from .transform import ReportRow, block_teleport_, report_rows, teleport_
+from .batchnorm import Probe, batchnorm_layers, recalibrate
+from .core import BatchNormChoice, Core, Memory
+from .fisher import BatchFisher, Structure, check_choice
+from .listening import Inputs, Listener, Watched, gradients_of
+from .names import Excluded, Past, check_supported, clean, excluded_names, float_parameters, unwrap, unwrap_optimizer
+from .optimizer_state import reset_state
+from .transform import ReportRow, report_rows
 
+Last = Literal["skip", "teleport"]
+FisherLoss = Literal["whole", "own"]
 OptimizerState = Literal["keep", "reset"]
-Memory = Literal["device", "host"]
+T = TypeVar("T")
 
 
 class IVT:
-    """Increment Vector Transformation (https://arxiv.org/abs/2509.21898, Algorithm 1) for any training loop.
+    """Increment Vector Transformation (https://arxiv.org/abs/2509.21898) for any training loop.
+
+    The defaults are those that our study recommends; `IVT.verbatim` is Algorithm 1 as the paper writes it.
 
     Args:
         model: the module to teleport. Parameters are identified by name; compiled, DP and DDP wrappers are unwrapped.
-        optimizers: the optimizers whose steps are counted; `begin_task(optimizer=...)` replaces them. F covers the
-            parameters in their groups and no others. Each step adds one square per parameter, of the gradient that
-            the optimizer sees (after clipping, accumulation and all-reduce, unscaled, without weight decay).
         interval: epochs between teleports. None: only when `teleport()` is called.
+        exclude: what is never teleported: prefixes of parameter names ("fc" or "fc."), modules, or predicates of a name
+            and a parameter. None: tensors that have grown since an earlier task, the classifier in most networks.
+        last: "skip" omits the teleport after a task's last epoch, so that training ends with trained weights.
+        batchnorm: "keep" moves weights and biases of BatchNorm layers like all others. "layer" moves the map of a
+            convolution and its norm together (for methods that train on new classes only). "recalibrate" re-estimates
+            the statistics when the task ends (for structure="kernel"). None: "keep", with a warning if there are any.
+        fisher_loss: "whole" takes F_t from the gradients that the optimizer sees. "own" takes it from the loss given to
+            `collect`, the new task's own: distillation speaks for the old ones.
         structure: "diagonal", or "kernel" for one block per convolution kernel slice. F and Fbar then have k*k numbers
             per weight, and a teleport solves one k*k system per slice.
-        optimizer_state: "keep", or "reset" to zero the state of teleported parameters (momentum, Adam's moments and
-            step) at each teleport.
+        optimizer_state: "keep", or "reset" to give teleported parameters a fresh state at each teleport.
         memory: "device" keeps the anchor and Fbar beside the parameters. "host" keeps them in host memory (pinned if
             the parameters are on a GPU), and a teleport streams them in pieces. The result is the same bit for bit;
             begin_task() and end_task() then synchronize with the device.
-        listen: False registers no hook; the host calls `accumulate` before each step.
+        probe: for batchnorm="layer": runs the model, in train mode, on the inputs that define the maps, the same ones
+            at each call. None: the inputs of its last calls (up to 4 batches) are remembered and used again.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        *optimizers: Optimizer,
+        *,
         interval: int | None = 10,
+        exclude: Iterable[Excluded] | Excluded | None = None,
+        last: Last = "skip",
+        batchnorm: BatchNormChoice | None = None,
+        fisher_loss: FisherLoss = "whole",
         structure: Structure = "diagonal",
-        fisher: Literal["batch"] = "batch",
         optimizer_state: OptimizerState = "keep",
         memory: Memory = "device",
-        listen: bool = True,
+        probe: Probe | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        check_choice("last", last, Last)
+        if batchnorm is not None:
+            check_choice("batchnorm", batchnorm, BatchNormChoice)
+        check_choice("fisher_loss", fisher_loss, FisherLoss)
         check_choice("structure", structure, Structure)
-        if fisher != "batch":
-            raise ValueError(f"fisher={fisher!r} was removed: F comes from the steps, or from set_fisher()")
         check_choice("optimizer_state", optimizer_state, OptimizerState)
         check_choice("memory", memory, Memory)
         if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
             raise ValueError(f"interval={interval!r}: give a number of epochs from 1 up, or None for no schedule")
         self.interval = interval
+        single = exclude is not None and (isinstance(exclude, (str, nn.Module)) or callable(exclude))
+        self.exclude: tuple[Excluded, ...] | None = (
+            None if exclude is None else (exclude,) if single else tuple(exclude)  # type: ignore[assignment,arg-type]
+        )
+        self.last = last
+        self.batchnorm: BatchNormChoice = batchnorm or "keep"
+        self.fisher_loss = fisher_loss
         self.structure = structure
         self.optimizer_state = optimizer_state
         self.memory = memory
-        self.listen = listen
-        self._model = unwrap(model)
-        self._optimizers: tuple[Optimizer, ...] = ()
-        self._handles: list[RemovableHandle] = []
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._names: dict[int, str] = {}
-        self._kernels: frozenset[str] = frozenset()
-        self._anchor: dict[str, Tensor] = {}
-        self._cumulative: dict[str, Tensor] = {}
-        self._fisher = BatchFisher({})
-        self._task = 0
-        self._epoch = 0
+        self.probe = probe
+        self.model = model
+        self.core = Core(unwrap(model), structure, memory, layers=batchnorm == "layer")
+        self._listener = Listener(self)
+        self._inputs = Inputs(model)
+        self._task = self._epoch = 0
+        self.epochs: int | None = None  # of the current task, if known
         self._in_task = False
-        self._finalized = False  # F holds means of an epoch, no longer sums
-        self._stepless = False  # since the last end_epoch()
-        self._statistics: list[tuple[str, int, Tensor]] = []
-        self.attach(*optimizers)
+        self._seen = False  # a step since the last end_epoch(), or begin_epoch()
+        self._grown: set[str] = set()  # tensors that have grown since an earlier task
+        self._endings: dict[
+            str, tuple[Any, int, Tensor]
+        ] = {}  # each parameter, its rows and values at the last end_task
+        self._warned: set[str] = set()
+        self._copied = False  # a copy made within a task, which listens to nothing yet
+        if batchnorm is None and batchnorm_layers(unwrap(model)):
+            self._warn(
+                "batchnorm",
+                "the model has BatchNorm layers, and batchnorm= was not given: their weights and biases are teleported "
+                'like all others ("keep"). That suits methods which replay old samples; for methods that train on new '
+                'classes only use batchnorm="layer"',
+            )
 
-    # The model and its optimizers
+    @classmethod
+    def verbatim(cls, model: nn.Module, interval: int | None = 10, **options: Any) -> IVT:
+        """Algorithm 1 as the paper writes it: every parameter, also after the last epoch, BatchNorm like the others."""
+        return cls(model, **{"interval": interval, "exclude": (), "last": "teleport", "batchnorm": "keep", **options})
+
+    def __repr__(self) -> str:
+        place = f"task {self._task}" if self._task else "no task yet"
+        if self._in_task:
+            place += f", epoch {self._epoch}" + (f" of {self.epochs}" if self.epochs else "")
+        options = [f"interval={self.interval}", f"last={self.last!r}", f"batchnorm={self.batchnorm!r}"]
+        if self.exclude is not None:
+            options.append(
+                f"exclude={[item if isinstance(item, str) else type(item).__name__ for item in self.exclude]}"
+            )
+        options += [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in (("fisher_loss", "whole"), ("structure", "diagonal"), ("optimizer_state", "keep"))
+            if getattr(self, name) != default
+        ]
+        return f"<IVT of {type(unwrap(self.model)).__name__}: {place}; {', '.join(options)}>"
+
+    # What it knows
 
     @property
     def task(self) -> int:
@@ -108,336 +159,424 @@ class IVT:
         return self._epoch
 
     @property
+    def in_task(self) -> bool:
+        """Whether a task has begun and not ended."""
+        return self._in_task
+
+    @property
     def anchor(self) -> Mapping[str, Tensor]:
         """The parameters the task began with, by name; empty between tasks."""
-        return self._anchor
+        return self.core.anchor
 
     @property
     def cumulative(self) -> Mapping[str, Tensor]:
-        """Fbar of the tasks ended so far, by name."""
-        return self._cumulative
+        """Fbar of the tasks ended so far, by name, as new tensors."""
+        return self.core.past_fisher()
 
     @property
     def fisher(self) -> Mapping[str, Tensor]:
-        """F_t of the last epoch once `end_epoch` has run, until then this epoch's sums; by name."""
-        return {name: self._fisher.sums[name] for name in self._fisher.seen}
+        """F_t as a teleport would use it now, by name, as new tensors.
 
-    def attach(self, *optimizers: Optimizer) -> None:
-        """Count the steps of these optimizers and of no others."""
-        for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(
-                    f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
-                    "a wrapper's inner optimizer is what steps, pass that one"
-                )
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._optimizers = optimizers
-        if self.listen:
-            self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        The mean over the steps since the last `end_epoch`; if there were none yet, over those before it.
+        """
+        return self.core.new_fisher()
 
-    def _read_parameters(self) -> None:
-        self._parameters = float_parameters(self._model)
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
-        self._kernels = kernel_names(self._model) if self.structure == "kernel" else frozenset()
+    @property
+    def collecting(self) -> bool:
+        """Whether F of the current epoch will be used: with fisher_loss="own", whether to call `collect`."""
+        if not self._in_task:
+            return False
+        if self.fisher_loss == "whole" or self.epochs is None:
+            return True
+        return self._epoch + 1 >= self.epochs or self.teleports_after(self._epoch + 1)
 
-    def _trained(self, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-        """The model's parameters in the optimizers' groups that require gradients."""
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        return {name: p for name, p in self._parameters.items() if id(p) in stepped and p.requires_grad}
+    def teleports_after(self, epoch: int) -> bool:
+        """Whether the schedule teleports after this epoch (from 1) of the current task."""
+        if self._task < 2 or self.interval is None or epoch % self.interval:
+            return False
+        return not (self.last == "skip" and epoch == self.epochs)
+
+    def _warn(self, key: str, text: str, stacklevel: int = 3) -> None:
+        """Warn once about each matter."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, stacklevel=stacklevel)
 
     def _require_task(self, call: str) -> None:
         if not self._in_task:
             raise RuntimeError(f"{call} outside a task: call begin_task() first")
+        if self._copied:
+            raise RuntimeError(
+                f"{call}: this IVT was copied or unpickled within a task, and listens to no optimizer; "
+                "call attach(optimizer), or abandon_task()"
+            )
 
     # Algorithm 1, call by call
 
-    @torch.no_grad()
-    def begin_task(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
+    def begin_task(
+        self,
+        optimizer: Any = None,
+        *,
+        epochs: int | None = None,
+        past: Past | None = None,
+    ) -> None:
         """Anchor the parameters at their present values. Call it after the model has grown and been initialized.
 
-        optimizer: this task's optimizer or optimizers, replacing the previous ones. Without any, all
-        parameters that require gradients are trained by the task, and the host calls `accumulate`.
+        optimizer: this task's optimizer or optimizers. F covers the parameters in their groups and no others. Each step
+        adds one square per parameter, of the gradient that the optimizer sees (after clipping, accumulation and
+        all-reduce, unscaled, without weight decay). Without any, all parameters that require gradients are trained by
+        the task, and `watch` or a host's adapter counts the steps.
 
-        Fbar is matched by name: new parameters have none, rows added to dimension 0 have zeros, and the Fbar of
-        removed parameters is dropped.
+        epochs: of this task. Needed for last="skip", and by `collecting`.
+
+        past: whose rows a tensor continues, for heads that are re-made, merged or renamed: the name of a tensor of the
+        earlier tasks, several names whose rows follow each other, or None for a tensor without a past. By default a
+        tensor continues the one of its own name: new parameters have no past, and rows added to dimension 0 have none.
         """
         if self._in_task:
             raise RuntimeError(
-                f"begin_task() inside task {self._task}: call end_task() first (to go on with a loaded state, only "
-                "attach() the optimizer)"
+                f"begin_task() inside task {self._task}: call end_task() first, or abandon_task() to forget the task "
+                "(to go on with a loaded state, only attach() the optimizer)"
             )
-        if optimizer is not None:
-            self.attach(*([optimizer] if isinstance(optimizer, Optimizer) else optimizer))
-        if self.optimizer_state == "reset" and not self._optimizers:
-            raise ValueError("optimizer_state='reset' needs to know the optimizer: begin_task(optimizer=...)")
-        self._read_parameters()
-        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        if self._optimizers:
-            trained = self._trained(self._optimizers)
+        if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
+            raise ValueError(f"epochs={epochs!r}: give the task's number of epochs, from 1 up, or None if unknown")
+        optimizers = self._optimizers_of(optimizer)
+        if self.optimizer_state == "reset" and not optimizers:
+            raise ValueError("optimizer_state='reset' needs to know the optimizer: begin_task(optimizer)")
+        core = self.core
+        core.read_parameters()
+        left_alone = self._left_alone()
+        check_supported(core.model, left_alone)
+        trained = {name: p for name, p in core.parameters.items() if p.requires_grad}
+        if optimizers:
+            trained = self._trained(optimizers)
         if not trained:
             raise ValueError(
                 "no parameter of the model requires gradients and is in the groups of the optimizer; "
                 "was the optimizer made for another model, or copied together with one?"
             )
-        self._cumulative = {
-            name: self._placed(
-                grown(name, old, self._parameters[name], name in self._kernels), self._parameters[name].device
-            )
-            for name, old in self._cumulative.items()
-            if name in self._parameters
+        self._warn_about_new_parameters(past or {})
+        rows = {name: len(value) for name, value in core.cumulative.items() if value.dim()}
+        core.begin(trained, past)
+        self._grown |= {
+            name for name, count in rows.items() if name in core.cumulative and count < len(core.cumulative[name])
         }
-        self._anchor = {}
-        self._fisher = BatchFisher({}, self._kernels)
-        self._admit(trained)
-        for stepping in [trained, *(self._trained([known]) for known in self._optimizers)]:
+        for stepping in [trained, *(self._trained([known]) for known in optimizers)]:
             if stepping:
-                self._fisher.counter(stepping)
+                core.fisher.counter(stepping)
         self._task += 1
-        self._epoch = 0
+        self._epoch, self.epochs = 0, epochs
         self._in_task = True
-        self._finalized = self._stepless = False
+        self._seen = self._copied = False
+        self._listener.attach(optimizers)
+        if self.probe is None and self.batchnorm != "keep" and batchnorm_layers(core.model):
+            self._inputs.remember()
+        self._warn_about_schedule()
 
-    def _admit(self, parameters: Mapping[str, Tensor]) -> None:
-        self._fisher.allocate(parameters)
-        for name, parameter in parameters.items():
+    @staticmethod
+    def _optimizers_of(optimizer: Any) -> tuple[Optimizer, ...]:
+        if optimizer is None:
+            return ()
+        several = isinstance(optimizer, (list, tuple)) or not hasattr(optimizer, "param_groups")
+        try:
+            return tuple(map(unwrap_optimizer, optimizer if several else [optimizer]))
+        except TypeError as error:
+            raise TypeError(f"optimizer: {error}") from None
+
+    def _trained(self, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
+        """The model's parameters in the optimizers' groups that require gradients."""
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        return {name: p for name, p in self.core.parameters.items() if id(p) in stepped and p.requires_grad}
+
+    def _left_alone(self) -> frozenset[str]:
+        """Names that are not teleported."""
+        return frozenset(self._grown) if self.exclude is None else excluded_names(self.core.model, self.exclude)
+
+    def _warn_about_schedule(self) -> None:
+        if self._task < 2 or self.interval is None:
+            return
+        if self.epochs is None:
+            if self.last == "skip":
+                self._warn(
+                    "epochs",
+                    "begin_task() was not told the number of epochs, so the teleport after the last one cannot be "
+                    'skipped: give begin_task(optimizer, epochs=...), or IVT(last="teleport")',
+                    stacklevel=4,
+                )
+        elif not any(self.teleports_after(epoch) for epoch in range(1, self.epochs + 1)):
+            self._warn(
+                "idle",
+                f"IVT changes nothing in a task of {self.epochs} epoch(s) with a teleport every {self.interval}"
+                + (" and none after the last" if self.last == "skip" else "")
+                + ": use a smaller interval",
+                stacklevel=4,
+            )
+
+    def _warn_about_new_parameters(self, past: Past) -> None:
+        """A new Parameter under a known name whose old rows were not copied would be pulled to its random start."""
+        for name, (known, rows, fingerprint) in self._endings.items():
+            parameter = self.core.parameters.get(name)
+            if parameter is None or parameter is known() or name in past or name not in self.core.cumulative:
+                continue
             value = parameter.detach()
-            self._anchor[name] = self._placed(value.to(state_dtype(value), copy=True), value.device)
+            if not torch.allclose(_fingerprint(value[:rows] if rows else value), fingerprint.to(value.device), 1e-9, 0):
+                self._warn(
+                    f"replaced {name}",
+                    f"{name!r} is a new Parameter without the values that the last task ended with, but it continues "
+                    f"that task's Fisher. Say whose rows it holds: begin_task(past={{{name!r}: None}}) for those of a "
+                    "new tensor, or their earlier names",
+                    stacklevel=4,
+                )
 
-    def _placed(self, value: Tensor, device: torch.device) -> Tensor:
-        """The tensor moved to where the anchor and Fbar of a parameter on `device` are stored."""
-        if self.memory == "device":
-            return value.to(device)
-        pinned = device.type == "cuda"
-        if value.device.type == "cpu" and value.is_pinned() == pinned:
-            return value
-        # A blocking copy: no later code has to wait for it.
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned).copy_(value)
-
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int | None = None) -> None:
         """Set the epoch's sums to zero. Optional: the first step after `end_epoch` does the same.
 
         A host that replays a captured CUDA graph runs no Python in its steps, so it calls this before each
-        epoch. Calling it again before a step changes nothing.
+        epoch. Calling it again before a step changes nothing. A host that counts its epochs itself gives the number,
+        from 1.
         """
         self._require_task("begin_epoch()")
-        self._fisher.zero_()
-        self._finalized = self._stepless = False
+        if epoch is not None:
+            self._epoch = epoch - 1
+        if self.collecting:
+            self.core.begin_epoch()
+        self._seen = True
 
-    def _open_epoch(self) -> None:
-        if self._finalized:
-            if any(capturing(total) for total in self._fisher.sums.values()):
-                raise RuntimeError("call begin_epoch() before capturing, or every replay would zero the sums")
-            self.begin_epoch()
+    def collect(self, loss: Tensor) -> None:
+        """With fisher_loss="own": add the squared gradients of the new task's own loss, a scalar.
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._in_task:
-            return
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(closure) computes its gradients after IVT has read them; "
-                "call backward() yourself and then step() without a closure"
-            )
-        self.accumulate(
-            (p for group in optimizer.param_groups for p in group["params"]),
-            grad_scale=getattr(optimizer, "grad_scale", None),
-            found_inf=getattr(optimizer, "found_inf", None),
-        )
-
-    @torch.no_grad()
-    def accumulate(
-        self,
-        parameters: Iterable[Tensor] | None = None,
-        *,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """Add the squares of `.grad` to F and count one step. Called by the hook, or by a host without hooks.
-
-        parameters: those that step now, by default all of the task's. Parameters of other models are ignored. One
-        that was frozen at begin_task() is added with its present value as its anchor.
-
-        Capturable in a CUDA graph after one call outside it with the same parameters: in-place operations on
-        existing buffers, no synchronization. grad_scale, found_inf: see `BatchFisher.accumulate`.
+        Call it before `backward()`, once per step, while `collecting` is True. It runs one backward pass through this
+        loss alone, keeps the graph for yours, and leaves `.grad` as it is. With DDP the gradients are averaged over the
+        processes.
         """
-        self._require_task("accumulate()")
-        self._open_epoch()
-        if parameters is None:
-            parameters = [self._parameters[name] for name in self._anchor]
-        named: list[tuple[str, Tensor]] = []
-        for parameter in parameters:
-            name = self._names.get(id(parameter))
-            if name is None:
-                continue
-            if name not in self._anchor and parameter.grad is not None:
-                self._admit({name: parameter})
-            named.append((name, parameter))
-        self._fisher.accumulate(named, grad_scale=grad_scale, found_inf=found_inf)
-
-    def observe(self, *arguments: object, **options: object) -> None:
-        """Removed."""
-        raise AttributeError("IVT.observe() was removed: pass an F computed elsewhere to set_fisher()")
-
-    def _finalize(self) -> None:
-        if not self._finalized:
-            self._fisher.mean_()
-            self._finalized = True
+        self._require_task("collect()")
+        if self.fisher_loss != "own":
+            raise RuntimeError('collect() is for IVT(fisher_loss="own"); F comes from the optimizer\'s steps otherwise')
+        parameters = [p for p in (self.core.parameters[name] for name in self.core.anchor) if p.requires_grad]
+        gradients = gradients_of(self.model, loss, parameters)
+        self.core.accumulate(zip(parameters, gradients))
+        self._seen = True
 
     def end_epoch(self) -> bool:
         """F_t of this epoch; every interval-th epoch of tasks 2, 3, ... teleports. Returns whether it did."""
         self._require_task("end_epoch()")
-        if self._stepless:
-            warnings.warn(
+        collecting = self.collecting
+        if not self._seen:
+            self._warn(
+                f"unseen {self._task}",
                 "end_epoch() without a step since the last one: F_t stays that of the earlier epoch. "
-                "If the model was trained, IVT is not listening to the optimizer that steps",
-                stacklevel=2,
+                + (
+                    "Call collect(loss) before backward() while `collecting` is True"
+                    if self.fisher_loss == "own"
+                    else "If the model was trained, IVT is not listening to the optimizer that steps: attach() it"
+                ),
             )
-        self._finalize()
-        self._stepless = True
+        self._check_parameters()
+        if collecting:
+            self.core.finalize()
+        self._seen = False
         self._epoch += 1
-        if self.interval is None or self._epoch % self.interval:
-            return False
-        return self.teleport()
+        if self.epochs is not None and self._epoch > self.epochs:
+            self._warn(f"longer {self._task}", f"epoch {self._epoch} of a task that was to have {self.epochs} epochs")
+        return self.teleport() if self.teleports_after(self._epoch) else False
+
+    def _check_parameters(self) -> None:
+        """The parameters of the task are still those that it began with."""
+        current = float_parameters(self.core.model)
+        replaced = [name for name in self.core.anchor if current.get(name) is not self.core.parameters[name]]
+        if replaced:
+            raise RuntimeError(
+                f"parameter {replaced[0]!r} was replaced within task {self._task}: grow the model first, then make the "
+                "optimizer and call begin_task()"
+            )
+        added = [name for name, p in current.items() if name not in self.core.parameters and p.requires_grad]
+        if added:
+            self._warn(
+                f"added {self._task}",
+                f"parameter {added[0]!r} was added within task {self._task}, which collects no Fisher for it: grow the "
+                "model before begin_task()",
+                stacklevel=4,
+            )
 
     @torch.no_grad()
-    def teleport(self, leave: tuple[str, ...] = (), towards: Mapping[str, Tensor] | None = None) -> bool:
+    def teleport(self) -> bool:
         """theta <- anchor + S (theta - anchor), in place, by this epoch's F_t. Returns whether anything moved.
 
         Called by the schedule or by the user. In the middle of an epoch it finalizes the epoch's sums, and the next
         step starts new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
-
-        leave: prefixes of parameter names that are not teleported; their F is collected all the same.
-        towards: values by name that replace the anchor for this teleport, for a host that has rescaled a parameter.
-        `report` then uses the rescaled units.
         """
         self._require_task("teleport()")
-        self._finalize()
-        anchor = {**self._anchor, **(towards or {})}
-        current = float_parameters(self._model)
-        known = [name for name in self._cumulative if name in self._fisher.seen and name in current]
-        names = [name for name in known if not name.startswith(leave)]
-        for name in names:
-            if current[name].shape != anchor[name].shape:
+        if self.fisher_loss == "own" and not self.core.fisher.seen and self._task > 1:
+            self._warn("no F", "teleport() without an F_t in this task: call collect(loss) in the epochs before it")
+        probe, modes = self.probe, nullcontext()
+        if self.core.layers and self._task > 1 and probe is None and batchnorm_layers(self.core.model):
+            probe, modes = self._inputs.replay, self._inputs.training_modes()
+            if not self._inputs:
                 raise RuntimeError(
-                    f"parameter {name!r} has shape {tuple(current[name].shape)}, but was anchored with "
-                    f"{tuple(anchor[name].shape)}: grow the model before begin_task(), not after"
+                    'batchnorm="layer" needs inputs of the model, but in this epoch it was not called in train mode. '
+                    "Call the model itself, not its parts, or give IVT(probe=...)"
                 )
-        diagonal = [name for name in names if name not in self._kernels]
-        rows = teleport_(
-            [current[name] for name in diagonal],
-            [anchor[name] for name in diagonal],
-            [self._cumulative[name] for name in diagonal],
-            [self._fisher.sums[name] for name in diagonal],
-        )
-        measured = dict(zip(diagonal, rows, strict=True))
-        for name in names:
-            if name in self._kernels:
-                measured[name] = block_teleport_(
-                    current[name], anchor[name], self._cumulative[name], self._fisher.sums[name]
-                )
-        self._statistics = [(name, current[name].numel(), measured[name]) for name in names]
+        with modes:
+            moved = self.core.teleport(self._left_alone(), probe)
+        if moved and self.core.layers:
+            self._inputs.share(self.core.model)
         if self.optimizer_state == "reset":
-            for optimizer in self._optimizers:
-                for name in names:
-                    for value in optimizer.state.get(current[name], {}).values():
-                        if isinstance(value, Tensor):
-                            value.zero_()
-        return bool(names)
-
-    @torch.no_grad()
-    def set_fisher(self, fisher: Mapping[str, Tensor]) -> None:
-        """Set F_t of the current task, for example from a saved base model, instead of collecting it from steps.
-
-        It is treated as the mean of an epoch that just ended: `teleport` and `end_task` use it, and a further step
-        starts a new epoch.
-        """
-        self._require_task("set_fisher()")
-        unknown = sorted(set(fisher) - set(self._parameters))
-        if unknown:
-            raise KeyError(
-                f"the model has no parameters {unknown[:5]}; its names are {list(self._parameters)[:5]}, ..."
-            )
-        for name, value in fisher.items():
-            shape = fisher_shape(self._parameters[name], name in self._kernels)
-            if value.shape != shape:
-                raise ValueError(f"F of {name!r} must have shape {tuple(shape)}, got {tuple(value.shape)}")
-        self._admit({name: self._parameters[name] for name in fisher if name not in self._anchor})
-        self._fisher.restore(fisher, [1.0] * len(fisher))
-        self._finalized = True
+            current = float_parameters(self.core.model)
+            reset_state(self._listener.optimizers, [current[name] for name in moved])
+        return bool(moved)
 
     @torch.no_grad()
     def end_task(self) -> None:
-        """Fbar_t = Fbar_{t-1} + F_t. Synchronizes with the device once, to check that there were steps."""
+        """Fbar_t = Fbar_{t-1} + F_t. Synchronizes with the device, to check that there were steps."""
         self._require_task("end_task()")
-        self._finalize()
-        if not any(self._fisher.counts().values()):
+        self._check_parameters()
+        if not any(self.core.fisher.counts().values()):
             raise RuntimeError(
-                f"task {self._task} ends without any step seen by IVT. Give begin_task(optimizer=...) the "
-                "optimizer that steps (a deep copy of one loses its hooks), or call accumulate() "
-                "yourself; set_fisher() takes an F computed elsewhere"
+                f"task {self._task} ends without any step seen by IVT. Give begin_task(optimizer) the optimizer that "
+                "steps (a deep copy of one loses its hooks), or use `for batch in ivt.watch(loader)`; "
+                "abandon_task() forgets the task"
             )
-        for name in self._fisher.seen:
-            fresh, past = self._fisher.sums[name], self._cumulative.get(name)
-            if past is None:
-                # A copy: replaying a captured step once more would add to the sums themselves.
-                self._cumulative[name] = self._placed(fresh.clone(), fresh.device)
-            else:
-                past.add_(fresh.to(past.device))
-        self._anchor = {}
-        self._fisher = BatchFisher({})
-        self._in_task = self._finalized = False
+        if not self._epoch and self._seen:
+            self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task")
+        elif self._seen and not self.core.finalized:
+            self._warn(
+                "steps after",
+                f"steps after the last end_epoch() of task {self._task}: F_t is taken over those alone. Call end_epoch() "
+                "after every epoch, and train nothing between it and end_task()",
+            )
+        if self.batchnorm == "recalibrate":
+            self._inputs.recalibrate(self.core.model, self.probe)
+        self._endings = {
+            name: (weakref.ref(p), len(p) if p.dim() else 0, _fingerprint(p.detach()))
+            for name, p in self.core.parameters.items()
+        }
+        unknown = self.core.end()
+        if unknown:
+            self._warn(
+                f"unknown {self._task}",
+                f"{unknown} weights had gradients in task {self._task}'s last epoch whose squares are not finite: the "
+                "task adds nothing to their Fisher",
+            )
+        self._leave()
 
-    # Report and state
+    def _leave(self) -> None:
+        self._listener.detach()
+        self._inputs.forget()
+        self._in_task = self._seen = self._copied = False
+
+    def abandon_task(self) -> None:
+        """Forget the current task, for example after an exception: Fbar and `task` are as before begin_task().
+
+        The model keeps the weights it has.
+        """
+        if not self._in_task:
+            raise RuntimeError("abandon_task() outside a task: there is nothing to abandon")
+        self.core.abandon()
+        self._task -= 1
+        self._leave()
+
+    def begin_with(self, batches: Iterable[T], loss: Callable[[T], Tensor]) -> None:
+        """Give a model that was trained elsewhere a past: measure F on samples of what it knows. Counts as task 1.
+
+        loss: the scalar loss of one batch, computed with the model as it is (in the mode it is in).
+        """
+        if self._in_task or self._task:
+            raise RuntimeError("begin_with() comes before the first begin_task()")
+        self.core.read_parameters()
+        check_supported(self.core.model, self._left_alone())
+        trained = {name: p for name, p in self.core.parameters.items() if p.requires_grad}
+        fisher = BatchFisher(trained, self.core.kernels)
+        for batch in batches:
+            gradients = gradients_of(self.model, loss(batch), list(trained.values()), keep_graph=False)
+            fisher.accumulate(zip(trained, gradients))
+        if not fisher.seen:
+            raise ValueError("begin_with(): no batch gave a gradient")
+        self.core.begin(trained)
+        self.core.fisher = fisher
+        self._task += 1
+        self._in_task, self._epoch, self._seen = True, 1, False
+        self.end_task()
+
+    # Listening
+
+    def attach(self, *optimizers: Any) -> None:
+        """Count the steps of these optimizers and of no others, from now to the end of the task.
+
+        For a task that goes on from a loaded state, or whose optimizer was made anew.
+        """
+        self._require_in_task_for_attach()
+        self._copied = False
+        self._listener.attach(tuple(map(unwrap_optimizer, optimizers)))
+        if self.probe is None and self.batchnorm != "keep" and batchnorm_layers(self.core.model):
+            self._inputs.remember()
+
+    def _require_in_task_for_attach(self) -> None:
+        if not self._in_task:
+            raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
+
+    def watch(self, loader: Iterable[T]) -> Watched[T]:
+        """Iterate over an epoch's batches: `for batch in ivt.watch(loader)`.
+
+        Counts the steps of whatever optimizer trains the model within the loop, and calls `end_epoch` when the loader
+        is exhausted. For hosts that have no epoch hooks, or make their optimizer late. A loop that is left early
+        (`break`, an exception) does not end the epoch.
+        """
+        self._require_task("watch()")
+        return Watched(self, loader)
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The hook that runs before a step; `last` tells whether other hooks may still change gradients."""
+        if not self._in_task:
+            return None
+        if self.fisher_loss == "own":
+            self._seen = self._seen or not self.collecting
+            return None
+        self._seen = True
+        return self._listener.accumulate_in(optimizer, args, kwargs, last)
+
+    def detach(self) -> None:
+        """Stop listening and remove every hook. `attach` listens again."""
+        self._listener.detach()
+        self._inputs.forget()
+
+    # Report, state and copies
 
     def report(self) -> list[ReportRow]:
         """Statistics of the last teleport, one row per tensor. Synchronizes with the device."""
-        return report_rows(self._statistics)
+        return report_rows(self.core.statistics)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything needed to resume, as a flat mapping of contiguous copies; see `incvec.ivt.state`."""
-        fisher, counts = self.fisher, self._fisher.counts()
-        return pack(
-            State(
-                task=self._task,
-                epoch=self._epoch,
-                in_task=self._in_task,
-                epoch_finalized=self._finalized,
-                anchor=self._anchor,
-                cumulative=self._cumulative,
-                fisher=fisher,
-                steps=torch.stack([counts[name] for name in sorted(fisher)]) if fisher else torch.zeros(0),
-            )
-        )
+        return self.core.state(self._task, self._epoch, self._in_task, self.epochs, self._grown)
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from a `state_dict`. The model must have grown to that task; do not call begin_task() again for it.
+        """Resume from a `state_dict`. Within a task the model must have grown to it, and `attach` replaces begin_task().
 
-        The optimizers are not part of the state: pass them to IVT(...) or `attach`. Buffers of the right shape
-        are written in place, so a captured CUDA graph stays valid.
+        Between tasks go on with begin_task(). Buffers of the right shape are written in place, so a captured CUDA graph
+        stays valid.
         """
-        saved = unpack(state)
-        self._read_parameters()
-        check_fits(saved, self._parameters, self._kernels)
-        self._cumulative = {n: self._stored(n, v, self._cumulative) for n, v in saved.cumulative.items()}
-        self._anchor = {n: self._stored(n, v, self._anchor) for n, v in saved.anchor.items()}
-        if not (self._in_task and saved.in_task):
-            self._fisher = BatchFisher({}, self._kernels)
-        self._fisher.allocate({name: self._parameters[name] for name in self._anchor})
-        self._fisher.restore(saved.fisher, saved.steps.tolist())
+        saved = self.core.load(state, self._in_task)
         self._task, self._epoch = saved.task, saved.epoch
-        self._in_task, self._finalized = saved.in_task, saved.epoch_finalized
-        self._stepless = saved.epoch_finalized  # no step since the end of that epoch
-        self._statistics = []
+        self.epochs = None if saved.epochs < 0 else saved.epochs
+        self._in_task = saved.in_task
+        self._grown = set(saved.grown)
+        self._seen = not saved.epoch_finalized and any(saved.steps.tolist())
+        self._endings = {}
 
-    def _stored(self, name: str, value: Tensor, present: Mapping[str, Tensor]) -> Tensor:
-        """The saved value, in the existing buffer if it fits, else in a new one."""
-        parameter = self._parameters.get(name)
-        near = torch.device("cpu") if parameter is None else parameter.device
-        device = near if self.memory == "device" else torch.device("cpu")
-        buffer = present.get(name)
-        if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (value.shape, value.dtype, device):
-            return self._placed(value.to(device, copy=True), near)
-        return buffer.copy_(value)
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave out optimizers and hooks; a copy made within a task has to `attach` one."""
+        return {**self.__dict__, "_listener": None, "_inputs": None, "_endings": {}, "_copied": self._in_task}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._listener = Listener(self)
+        self._inputs = Inputs(self.model)
+        self.core.read_parameters()
+
+
+def _fingerprint(value: Tensor) -> Tensor:
+    """Two numbers that tell a tensor's values apart from others."""
+    value = value.double()
+    return torch.stack([value.sum(), value.square().sum()])

@@ -8,42 +8,52 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .names import fisher_shape
+from .fisher import EXPONENT, check_fisher
+from .names import fisher_shape, grown
 
-_PARTS = ("anchor", "cumulative", "fisher")
+_PARTS = ("anchor", "cumulative", "fisher", "buffers", "grown")
 _COUNTERS = ("task", "epoch", "in_task", "epoch_finalized")
+_ADDED = {"epochs": -1, "exponent": 0}  # counters that states of earlier versions lack
 _RENAMED = {"epoch_finalised": "epoch_finalized"}  # keys of states saved by earlier versions
 
 
 @dataclass
 class State:
-    """`steps[i]` is the number of steps in the sum of the i-th name of `fisher`, in sorted order."""
+    """`steps[i]` is the number of steps in the sum of the i-th name of `fisher`, in sorted order.
+
+    `cumulative` and `fisher` are multiplied by 2^exponent. `buffers` are BatchNorm's statistics at the anchor. The names
+    in `grown` are those of tensors that have grown since an earlier task; its values mean nothing.
+    """
 
     task: int = 0
     epoch: int = 0
     in_task: bool = False
     epoch_finalized: bool = False
+    epochs: int = -1  # of the task, as given to begin_task(); -1: not given
+    exponent: int = EXPONENT
     anchor: Mapping[str, Tensor] = field(default_factory=dict)
     cumulative: Mapping[str, Tensor] = field(default_factory=dict)
     fisher: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    grown: Mapping[str, Tensor] = field(default_factory=dict)
     steps: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 def pack(state: State) -> dict[str, Tensor]:
-    """`anchor/NAME`, `cumulative/NAME`, `fisher/NAME`, `steps` and the counters, as contiguous copies."""
+    """`anchor/NAME`, `cumulative/NAME`, `fisher/NAME`, ..., `steps` and the counters, as copies."""
     packed = {
         f"{part}/{name}": value.detach().clone(memory_format=torch.contiguous_format)
         for part in _PARTS
         for name, value in sorted(getattr(state, part).items())
     }
     packed["steps"] = state.steps.detach().clone()
-    for counter in _COUNTERS:
+    for counter in (*_COUNTERS, *_ADDED):
         packed[counter] = torch.tensor(int(getattr(state, counter)), dtype=torch.int64)
     return packed
 
 
 def unpack(packed: Mapping[str, Tensor]) -> State:
-    """The inverse of `pack`; raises KeyError or ValueError for any other mapping."""
+    """The inverse of `pack`, with F and Fbar times 2^EXPONENT; raises KeyError or ValueError for any other mapping."""
     packed = {_RENAMED.get(key, key): value for key, value in packed.items()}
     missing = [key for key in ("steps", *_COUNTERS) if key not in packed]
     parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
@@ -52,30 +62,50 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
         part, slash, name = key.partition("/")
         if slash and part in parts:
             parts[part][name] = value
-        elif key != "steps" and key not in _COUNTERS:
+        elif key != "steps" and key not in _COUNTERS and key not in _ADDED:
             unknown.append(key)
     if missing or unknown:
         raise KeyError(f"this is not a state of IVT: missing {missing}, unknown {unknown[:5]}")
     steps = packed["steps"]
-    if len(steps) != len(parts["fisher"]):
-        raise ValueError(f"the state has step counts for {len(steps)} tensors, but {len(parts['fisher'])} sums")
+    if steps.dim() != 1 or len(steps) != len(parts["fisher"]):
+        raise ValueError(
+            f"the state has step counts of shape {tuple(steps.shape)}, but {len(parts['fisher'])} sums of squares"
+        )
+    numbers = {key: int(packed[key]) if key in packed else default for key, default in _ADDED.items()}
+    factor = 2.0 ** (EXPONENT - numbers["exponent"])
+    for part in ("cumulative", "fisher"):
+        if factor != 1:
+            parts[part] = {name: value * factor for name, value in parts[part].items()}
     return State(
         task=int(packed["task"]),
         epoch=int(packed["epoch"]),
         in_task=bool(packed["in_task"]),
         epoch_finalized=bool(packed["epoch_finalized"]),
+        epochs=numbers["epochs"],
         anchor=parts["anchor"],
         cumulative=parts["cumulative"],
         fisher=dict(sorted(parts["fisher"].items())),
+        buffers=parts["buffers"],
+        grown=parts["grown"],
         steps=steps,
     )
 
 
 def check_fits(state: State, parameters: Mapping[str, Tensor], kernels: Collection[str]) -> None:
-    """Refuse a mid-task state of a different model; between tasks, the next begin_task() checks that."""
+    """Refuse a state of a different model, and numbers that no Fisher has."""
+    for name, value in state.cumulative.items():
+        check_fisher(name, value, name in kernels)
     if not state.in_task:
+        known = [name for name in state.cumulative if name in parameters]
+        if state.cumulative and not known:
+            raise KeyError(
+                f"the state is of a model with parameters {list(state.cumulative)[:3]}, ...; this one has "
+                f"{list(parameters)[:3]}, ..."
+            )
+        for name in known:  # the model may still have the size of the saved task, or that of the next one
+            grown(name, state.cumulative[name], parameters[name], name in kernels)
         return
-    for part in _PARTS:
+    for part in ("anchor", "cumulative", "fisher"):
         for name, value in getattr(state, part).items():
             if name not in parameters:
                 raise KeyError(

@@ -12,15 +12,19 @@ with the complement, the pull towards the anchor,
 because it makes "S = 1" exact: if A = 0, then P = 0 and the parameter keeps every bit. The last form needs no
 epsilon and neither over- nor underflows: F / A may become infinite (P = 0) or zero (P = 1/2), both the correct
 limits. Only A = 0 is a special case, and there P = 0: a weight without Fisher from earlier tasks is never moved.
+An F that is not finite is unknown (a gradient overflowed or was not a number): then P = 0 as well.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypedDict
 
 import torch
 from torch import Tensor
+
+from .fisher import EXPONENT
 
 RIDGE = 1e-6
 """Added to a kernel block's diagonal, as a fraction of its trace: above the rounding of float32 sums."""
@@ -37,15 +41,20 @@ def _check_shapes(**tensors: Tensor) -> None:
 
 def pull(fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
     """P = A / (2A + F), elementwise: the fraction of the increment that is removed, in [0, 1/2]."""
-    return torch.where(fisher_prev > 0, 1 / (2 + fisher_new / fisher_prev), 0.0)
+    known = (fisher_prev > 0) & (fisher_new < math.inf)  # False if F is not a number
+    return torch.where(known, 1 / (2 + fisher_new / fisher_prev), 0.0)
 
 
 def scale(fisher_prev: Tensor, fisher_new: Tensor) -> Tensor:
     """S = Fbar_t / (Fbar_{t-1} + Fbar_t) from Fbar_{t-1} and F_t, as a new tensor.
 
-    In [1/2, 1]: 1 if Fbar_{t-1} = 0 (also at 0/0), 1/2 if F_t = 0.
+    In [1/2, 1]: 1 if Fbar_{t-1} = 0 (also at 0/0), 1/2 if F_t = 0. Negative numbers and those that are not finite are
+    refused, which synchronizes with the device.
     """
     _check_shapes(fisher_prev=fisher_prev, fisher_new=fisher_new)
+    for name, value in (("fisher_prev", fisher_prev), ("fisher_new", fisher_new)):
+        if not bool(((value >= 0) & (value < math.inf)).all()):
+            raise ValueError(f"{name}: expected finite numbers from 0 up, since it is a mean of squares")
     return 1 - pull(fisher_prev, fisher_new)
 
 
@@ -55,6 +64,11 @@ def teleport(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fisher_new:
     _check_shapes(parameter=parameter, anchor=anchor, fisher_prev=fisher_prev, fisher_new=fisher_new)
     moved = parameter - pull(fisher_prev, fisher_new) * (parameter - anchor)
     return moved.to(parameter.dtype)
+
+
+def finite_or_zero(values: Tensor) -> Tensor:
+    """Zero in place of infinities and NaN: what cannot be computed is not moved."""
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def block_pull(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -72,7 +86,7 @@ def block_pull(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) ->
     both.diagonal(dim1=-2, dim2=-1).add_(torch.where(some, ridge, 1.0)[..., 0])
     # solve_ex leaves its error flag on the device; solve would synchronize.
     solution: Tensor = torch.linalg.solve_ex(both, prev).result
-    return solution
+    return torch.where(trace < math.inf, solution, 0.0)  # an unknown F: see above
 
 
 def block_scale(fisher_prev: Tensor, fisher_new: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -125,7 +139,7 @@ def teleport_(
         anchor, prev, new = flat(anchors), flat(fisher_prev), flat(fisher_new)
         increment = flat(parameters).to(anchor.dtype) - anchor
         share = pull(prev, new)
-        back = share * increment
+        back = finite_or_zero(share * increment)
         pieces = zip(chunk, back.split(sizes), strict=True)
         torch._foreach_sub_([parameters[i] for i in chunk], [piece.view(parameters[i].shape) for i, piece in pieces])
         values = torch.stack([share, increment.square(), (increment - back).square(), new, prev])
@@ -152,7 +166,7 @@ def block_teleport_(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fish
     for start in range(0, len(increment), _CHUNK_BLOCKS):
         part = slice(start, start + _CHUNK_BLOCKS)
         complement = block_pull(prev[part], new[part])
-        back[part] = (complement @ increment[part].double()).to(back.dtype)
+        back[part] = finite_or_zero(complement @ increment[part].double()).to(back.dtype)
         pulled += complement.diagonal(dim1=-2, dim2=-1).sum()
     parameter.sub_(back.view(parameter.shape))
     return torch.stack(
@@ -180,11 +194,11 @@ class ReportRow(TypedDict):
 
 
 def report_rows(measured: Iterable[tuple[str, int, Tensor]]) -> list[ReportRow]:
-    """Statistics of teleports, with names and numbers of elements, as rows. Synchronizes with the device."""
+    """Statistics of teleports by Fishers times 2^64, with names and numbers of elements, as rows. Synchronizes."""
     rows: list[ReportRow] = []
     for name, elements, statistics in measured:
         pulled, before, after, new, prev = statistics.tolist()
-        new, prev = new / max(elements, 1), prev / max(elements, 1)
+        new, prev = (value / max(elements, 1) * 2.0**-EXPONENT for value in (new, prev))
         rows.append(
             {
                 "name": name,

@@ -54,6 +54,7 @@ class FLYP(DualMethod):
     )
     Options: ClassVar[type] = FLYPOptions
     options: FLYPOptions
+    own_terms = ()  # its only term contrasts all samples
 
     @classmethod
     def uses_batch_contrast(cls, options: FLYPOptions) -> bool:

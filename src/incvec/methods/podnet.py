@@ -86,6 +86,7 @@ class PODNet(ExemplarMethod):
     paper = "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning, https://arxiv.org/abs/2004.13513"
     Options = PODNetOptions
     options: PODNetOptions
+    own_terms = ("nca",)
 
     def make_head(self, width: int) -> Head:
         return ProxyHead(width, self.options.proxies)
