@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from incvec.ivt.fisher import BatchFisher
 from incvec.ivt.names import float_parameters, kernel_names
+
+
+def unscaled(fisher: BatchFisher, name: str) -> Tensor:
+    """A sum of squares: the accumulator stores it times 2^64."""
+    return fisher.sums[name] * 2.0**-64
 
 
 def test_buffers_hold_sums_and_mean_leaves_them() -> None:
@@ -13,19 +18,19 @@ def test_buffers_hold_sums_and_mean_leaves_them() -> None:
     fisher = BatchFisher({"a": a, "b": b})
     for gradient in ([1.0, -2.0], [3.0, 0.0]):
         a.grad = torch.tensor(gradient)
-        fisher.accumulate([("a", a), ("b", b)])
-    assert fisher.sums["a"].tolist() == [10.0, 4.0]
+        fisher.accumulate([("a", a.grad), ("b", b.grad)])
+    assert unscaled(fisher, "a").tolist() == [10.0, 4.0]
     assert {name: value.tolist() for name, value in fisher.mean().items()} == {"a": [5.0, 2.0]}
-    assert fisher.sums["a"].tolist() == [10.0, 4.0]
+    assert unscaled(fisher, "a").tolist() == [10.0, 4.0]
     b.grad = torch.tensor([[4.0]])
-    fisher.accumulate([("a", a), ("b", b)])
+    fisher.accumulate([("a", a.grad), ("b", b.grad)])
     assert fisher.mean()["b"].item() == pytest.approx(16 / 3)  # two of the three steps gave it nothing
     fisher.mean_()
-    assert fisher.sums["b"].item() == pytest.approx(16 / 3)
+    assert unscaled(fisher, "b").item() == pytest.approx(16 / 3)
     fisher.zero_()
     assert fisher.mean()["a"].tolist() == [0.0, 0.0]
     fisher.mean_()  # of no step at all
-    assert fisher.sums["a"].tolist() == [0.0, 0.0]
+    assert unscaled(fisher, "a").tolist() == [0.0, 0.0]
 
 
 def test_parameters_that_step_apart_are_averaged_apart() -> None:
@@ -34,9 +39,9 @@ def test_parameters_that_step_apart_are_averaged_apart() -> None:
         parameter.grad = torch.tensor([value])
     fisher = BatchFisher({"a": a, "b": b, "c": c})
     for _ in range(4):
-        fisher.accumulate([("a", a), ("b", b)])
-    fisher.accumulate([("c", c)])
-    fisher.accumulate([("b", b), ("c", c)])
+        fisher.accumulate([("a", a.grad), ("b", b.grad)])
+    fisher.accumulate([("c", c.grad)])
+    fisher.accumulate([("b", b.grad), ("c", c.grad)])
     assert [fisher.counts()[name].item() for name in "abc"] == [4, 5, 2]
     assert {name: value.item() for name, value in fisher.mean().items()} == {"a": 1.0, "b": 4.0, "c": 9.0}
 
@@ -46,11 +51,11 @@ def test_a_set_that_steps_for_the_first_time_after_a_mean_is_counted() -> None:
     fisher = BatchFisher(parameters)
     for parameter in parameters.values():
         parameter.grad = torch.full((1,), 2.0)
-    fisher.accumulate(parameters.items())
+    fisher.accumulate((name, p.grad) for name, p in parameters.items())
     fisher.mean()  # lays out the counters
     fisher.zero_()
     for _ in range(3):
-        fisher.accumulate([("a", parameters["a"])])
+        fisher.accumulate([("a", parameters["a"].grad)])
     assert fisher.mean()["a"].item() == 4.0
 
 
@@ -58,10 +63,10 @@ def test_what_was_restored_does_not_remember_who_stepped() -> None:
     parameters = {"a": nn.Parameter(torch.ones(1))}
     fisher = BatchFisher(parameters)
     parameters["a"].grad = torch.ones(1)
-    fisher.accumulate(parameters.items())
+    fisher.accumulate((name, p.grad) for name, p in parameters.items())
     fisher.restore({}, [])
     assert not fisher.seen
-    fisher.accumulate(parameters.items())
+    fisher.accumulate((name, p.grad) for name, p in parameters.items())
     assert list(fisher.mean()) == ["a"]
 
 
@@ -69,27 +74,27 @@ def test_half_precision_gradients_are_squared_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))
     parameter.grad = torch.tensor([1e-4, 3e-4], dtype=torch.float16)  # squares below float16's smallest number
     fisher = BatchFisher({"p": parameter})
-    fisher.accumulate([("p", parameter)])
+    fisher.accumulate([("p", parameter.grad)])
     assert fisher.sums["p"].dtype == torch.float32
-    torch.testing.assert_close(fisher.sums["p"], parameter.grad.float() ** 2)
+    torch.testing.assert_close(unscaled(fisher, "p"), parameter.grad.float() ** 2)
 
 
 def test_sparse_gradients_are_followed() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     fisher = BatchFisher({"weight": embedding.weight})
-    fisher.accumulate([("weight", embedding.weight)])
-    assert fisher.sums["weight"].tolist() == [[0, 0], [4, 4], [0, 0], [1, 1], [0, 0]]
+    fisher.accumulate([("weight", embedding.weight.grad)])
+    assert unscaled(fisher, "weight").tolist() == [[0, 0], [4, 4], [0, 0], [1, 1], [0, 0]]
 
 
 def test_scaled_steps_are_divided_and_skipped_ones_replaced() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     fisher = BatchFisher({"p": parameter})
     parameter.grad = torch.tensor([8.0, 16.0])
-    fisher.accumulate([("p", parameter)], grad_scale=torch.tensor(8.0), found_inf=torch.tensor(0.0))
+    fisher.accumulate([("p", parameter.grad)], grad_scale=torch.tensor(8.0), found_inf=torch.tensor(0.0))
     parameter.grad = torch.tensor([float("inf"), float("nan")])
-    fisher.accumulate([("p", parameter)], grad_scale=torch.tensor([8.0]), found_inf=torch.tensor([1.0]))
-    assert fisher.sums["p"].tolist() == [1.0, 4.0]
+    fisher.accumulate([("p", parameter.grad)], grad_scale=torch.tensor([8.0]), found_inf=torch.tensor([1.0]))
+    assert unscaled(fisher, "p").tolist() == [1.0, 4.0]
     assert fisher.counts()["p"].item() == 1
 
 
@@ -112,3 +117,16 @@ def test_names_are_free_of_wrappers() -> None:
     assert "0._orig_mod.weight" in dict(network.named_parameters())
     assert list(float_parameters(network)) == plain
     assert kernel_names(nn.DataParallel(network)) == {"1.weight"}
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-25, 1e-20, 1.0, 1e9])
+def test_ratios_of_squares_survive_tiny_and_huge_gradients(size: float) -> None:
+    """In float32 the square of 1e-25 is zero; F is stored in a unit in which it is not."""
+    parameter = nn.Parameter(torch.zeros(2))
+    fisher = BatchFisher({"p": parameter})
+    for _ in range(2):
+        fisher.accumulate([("p", torch.tensor([size, 3 * size]))])
+    fisher.mean_()
+    small, large = fisher.sums["p"].tolist()
+    assert large / small == pytest.approx(9, rel=1e-6 if size > 1e-28 else 0.1)
+    assert small == pytest.approx(size**2 * 2.0**64, rel=1e-6 if size > 1e-28 else 0.1)

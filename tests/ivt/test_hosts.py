@@ -19,8 +19,8 @@ def train_scaled(fused: bool, kind: type[torch.optim.Optimizer], poison: int | N
     model = nn.Linear(3, 2)
     optimizer = kind(model.parameters(), lr=1e-3, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
-    ivt = IVT(model, optimizer)
-    ivt.begin_task()
+    ivt = IVT.verbatim(model)
+    ivt.begin_task(optimizer)
     squares = []
     generator = torch.Generator().manual_seed(1)
     for i in range(4):
@@ -40,7 +40,7 @@ def train_scaled(fused: bool, kind: type[torch.optim.Optimizer], poison: int | N
         assert torch.equal(model.weight, before) == (i == poison)
         scaler.update()
     ivt.end_epoch()
-    return ivt.fisher["weight"], torch.stack(squares).mean(0), ivt._fisher.counts()["weight"].item()
+    return ivt.fisher["weight"], torch.stack(squares).mean(0), ivt.core.fisher.counts()["weight"].item()
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -57,10 +57,10 @@ def test_a_grad_scaler_leaves_true_gradients_and_skipped_steps_out(
 
 def train_two_tasks(model: nn.Module, rows: slice) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ivt = IVT(model, optimizer, interval=1)
+    ivt = IVT.verbatim(model, interval=1)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
-        ivt.begin_task()
+        ivt.begin_task(optimizer)
         for _ in range(3):
             x = torch.randn(8, 3, generator=generator, dtype=torch.float64)
             optimizer.zero_grad()
@@ -68,7 +68,7 @@ def train_two_tasks(model: nn.Module, rows: slice) -> dict[str, torch.Tensor]:
             optimizer.step()
         ivt.end_epoch()
         ivt.end_task()
-    return {**ivt._model.state_dict(), **{f"F/{name}": value for name, value in ivt.cumulative.items()}}
+    return {**ivt.core.model.state_dict(), **{f"F/{name}": value for name, value in ivt.cumulative.items()}}
 
 
 def small_network() -> nn.Sequential:
@@ -115,7 +115,7 @@ def test_a_captured_step_accumulates_without_synchronizing(structure: str) -> No
     def run(captured: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(12, 2)).cuda()
-        ivt = IVT(model, interval=1, structure=structure)
+        ivt = IVT.verbatim(model, interval=1, structure=structure)
         x = torch.zeros(4, 2, 4, 4, device="cuda")
         data = torch.randn(2, 2, 5, 4, 2, 4, 4, generator=torch.Generator().manual_seed(1)).cuda()
         for parameter in model.parameters():
@@ -125,7 +125,7 @@ def test_a_captured_step_accumulates_without_synchronizing(structure: str) -> No
             for parameter in model.parameters():
                 parameter.grad.zero_()
             model(x).square().mean().backward()
-            ivt.accumulate(model.parameters())
+            ivt.core.accumulate((p, p.grad) for p in model.parameters())
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.sub_(parameter.grad, alpha=0.1)

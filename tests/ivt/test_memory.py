@@ -23,7 +23,7 @@ def build(device: str) -> nn.Sequential:
 def run(memory: str, device: str, structure: str, stop: int | None = None) -> tuple[dict[str, Tensor], IVT]:
     """Three tasks of two epochs, the head growing in place; at `stop` steps everything is loaded anew."""
     model = build(device)
-    ivt = IVT(model, interval=1, structure=structure, memory=memory, listen=False)  # type: ignore[arg-type]
+    ivt = IVT.verbatim(model, interval=1, structure=structure, memory=memory)  # type: ignore[arg-type]
     count = 0
     for task in range(3):
         if task == 1:
@@ -38,14 +38,14 @@ def run(memory: str, device: str, structure: str, stop: int | None = None) -> tu
                 count += 1
                 if count == stop:
                     saved = ivt.state_dict()
-                    ivt = IVT(model, interval=1, structure=structure, memory=memory, listen=False)  # type: ignore[arg-type]
+                    ivt = IVT.verbatim(model, interval=1, structure=structure, memory=memory)  # type: ignore[arg-type]
                     ivt.load_state_dict(saved)
                 generator = torch.Generator().manual_seed(count)
                 for parameter in model.parameters():
                     parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(
                         parameter
                     )
-                ivt.accumulate()
+                ivt.core.accumulate()
                 with torch.no_grad():
                     for parameter in model.parameters():
                         assert parameter.grad is not None
@@ -76,4 +76,4 @@ def test_the_same_bits(device: str, structure: str, stop: int | None) -> None:
 
 def test_only_known_places() -> None:
     with pytest.raises(ValueError, match=r"memory='disk' is unknown; choose one of 'device', 'host'"):
-        IVT(nn.Linear(1, 1), memory="disk")  # type: ignore[arg-type]
+        IVT.verbatim(nn.Linear(1, 1), memory="disk")  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def batches(task: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
 
 def with_plugin(dtype: torch.dtype, tasks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = Growing(dtype)
-    ivt = IVT(model, interval=INTERVAL)
+    ivt = IVT.verbatim(model, interval=INTERVAL)
     for task in range(tasks):
         model.grow(task)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -127,15 +127,15 @@ def test_two_tasks_of_quadratics_end_at_the_oracle() -> None:
     h1, h2 = (torch.rand(2, 6, generator=generator, dtype=torch.float64) + 0.1).unbind()
     theta_1, c = torch.randn(2, 6, generator=generator, dtype=torch.float64).unbind()
     model = nn.ParameterDict({"theta": nn.Parameter(theta_1.clone())})
-    ivt = IVT(model, interval=1)
+    ivt = IVT.verbatim(model, interval=1)
     ivt.begin_task()
     model["theta"].grad = h1.sqrt()
-    ivt.accumulate()
+    ivt.core.accumulate()
     ivt.end_epoch()
     ivt.end_task()
     ivt.begin_task()
     model["theta"].grad = -h2.sqrt()
-    ivt.accumulate()
+    ivt.core.accumulate()
     with torch.no_grad():
         model["theta"].copy_((h2 * c + h1 * theta_1) / (h1 + h2))  # the minimum of eq. 8
     ivt.end_epoch()

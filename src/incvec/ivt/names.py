@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 Predicate = Callable[[str, nn.Parameter], bool]
 Excluded = Union[str, nn.Module, Predicate]
-Past = Mapping[str, Union[str, Sequence[str], None]]
+Past = Mapping[str, str | Sequence[str] | None]
 
 _SHARDED = "sharded parameters (FSDP, DTensor)"
 

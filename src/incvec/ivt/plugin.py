@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .batchnorm import Probe, batchnorm_layers, recalibrate
+from .batchnorm import Probe, batchnorm_layers
 from .core import BatchNormChoice, Core, Memory
 from .fisher import BatchFisher, Structure, check_choice
 from .listening import Inputs, Listener, Watched, gradients_of
-from .names import Excluded, Past, check_supported, clean, excluded_names, float_parameters, unwrap, unwrap_optimizer
+from .names import Excluded, Past, check_supported, excluded_names, float_parameters, unwrap, unwrap_optimizer
 from .optimizer_state import reset_state
 from .transform import ReportRow, report_rows
 
@@ -277,7 +277,7 @@ class IVT:
     def _optimizers_of(optimizer: Any) -> tuple[Optimizer, ...]:
         if optimizer is None:
             return ()
-        several = isinstance(optimizer, (list, tuple)) or not hasattr(optimizer, "param_groups")
+        several = isinstance(optimizer, Iterable) and not isinstance(optimizer, nn.Module)
         try:
             return tuple(map(unwrap_optimizer, optimizer if several else [optimizer]))
         except TypeError as error:
