@@ -59,6 +59,7 @@ SETTINGS = (
     "precision",
     "start",
     "image_size",
+    "last_batch",
     "sync_batchnorm",
     "held_out",
     "stop_after",
