@@ -106,7 +106,7 @@ def test_record_of_a_named_data_set_contains_its_class_list(tmp_path: Path) -> N
 def test_captured_streamed_run_trains_like_a_resident_one(store: Path, large: Path, tmp_path: Path, shape: str) -> None:
     """Up to rounding, since kernels sum in any order. A late or repeated batch would change all digits.
 
-    Rounding may choose another exemplar, and there are two per class: stages after the first increment are further apart.
+    Rounding may choose another exemplar, and there are two per class: later stages differ by more.
     """
     given = quick("podnet", "ivt", engine="graph", precision="fp32", podnet={"batch_size": 8, "memory": 2})
     if shape == "resized":

@@ -44,7 +44,10 @@ def fetch_history(loop: StageLoop, epoch: int) -> LossHistory:
 def mean_terms(
     history: LossHistory, names: Sequence[str], where: str, last_checkpoint: Callable[[], str]
 ) -> dict[str, float]:
-    """The epoch's mean of each term over its images. Raises if a value is not finite, naming the first one and the last checkpoint."""
+    """The epoch's mean of each term over its images.
+
+    Raises if a value is not finite, naming the first one and the last checkpoint.
+    """
     values = history.values
     bad = (~values.isfinite()).nonzero()
     if len(bad):

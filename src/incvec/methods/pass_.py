@@ -11,10 +11,10 @@ neither squared nor averaged, so its weight grows with the square root of the ba
 of the local batches are averaged, so the weight is that of the local batch size.
 
 The authors run the network a second time for the features, which updates BatchNorm's running statistics twice per
-step of an increment; here it runs once (`second_pass` does as they do). They compute prototypes in the training view (`prototype_view="train"`) without the last
-partial batch. A later code base (PyCIL, variant `pycil`) draws more prototypes the fewer classes are new (`draws="ratio"`) and includes new
-classes in the radius (`radius="all"`), initializes the rows of new classes as Kaiming-uniform (`head_init="kaiming"`)
-and trains in float32.
+step of an increment; here it runs once (`second_pass` does as they do). They compute prototypes in the training view
+(`prototype_view="train"`) without the last partial batch. A later code base (PyCIL, variant `pycil`) draws more
+prototypes the fewer classes are new (`draws="ratio"`), includes new classes in the radius (`radius="all"`), initializes
+the rows of new classes as Kaiming-uniform (`head_init="kaiming"`) and trains in float32.
 """
 
 from __future__ import annotations

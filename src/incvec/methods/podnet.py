@@ -8,8 +8,8 @@ The authors' code differs from the paper, and we follow the code: the margin is 
 cancels; and the target is excluded from the denominator by replacing its term with 1 (`nca="paper"` is eq. 5). The old
 proxies are frozen in the main stage. Both distillation terms are weighted with sqrt(classes seen / new classes).
 Exemplars are selected once, before the balanced stage. Their code inserts one more brightness jitter into a shared
-transform at every task, so that task t trains under t jitters, one after the other (`jitters="accumulate"`); probably by
-mistake, so the default is one.
+transform at every task, so that task t trains under t jitters, one after the other (`jitters="accumulate"`). This is
+probably a mistake, so the default is one.
 """
 
 from __future__ import annotations

@@ -230,6 +230,15 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
+def complete_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the options that were introduced after it, whose default is the earlier behavior."""
+    known = {*METHODS, *ADDONS}
+    return {
+        key: _default_options(key) | value if key in known and isinstance(value, Mapping) else value
+        for key, value in config.items()
+    }
+
+
 @cache
 def _default_options(component: str) -> dict[str, Any]:
     """The options of a method or add-on without any preset."""
