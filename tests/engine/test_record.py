@@ -28,7 +28,6 @@ def test_lists_of_numbers_are_on_one_line(few: Dataset, tmp_path: Path) -> None:
     text = run.record_path.read_text()
     assert json.loads(text) == json.loads(json.dumps(record))
     assert f'"class_order": {json.dumps(record["class_order"], separators=(",", ":"))}' in text
-    assert len(text) < 0.7 * len(json.dumps(record, indent=1))
 
 
 def test_long_stages_have_every_fifth_epoch() -> None:
