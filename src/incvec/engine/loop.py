@@ -167,10 +167,10 @@ class StageLoop:
         """Queue the epoch's next step on the device."""
         if self.streamed is not None:
             self.streamed.next()
-        if self.queued < self.full_steps:
-            (self.replay or self.step)()
-        else:
+        if self.last_batch and self.queued == self.full_steps:
             (self.replay_last or self.last_step)()
+        else:
+            (self.replay or self.step)()
         self.queued += 1
 
     def set_mode(self, sync_batchnorm: bool = True) -> None:
