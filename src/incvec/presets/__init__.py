@@ -234,7 +234,7 @@ def complete_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """A saved configuration with the options that were introduced after it, whose default is the earlier behavior."""
     known = {*METHODS, *ADDONS}
     return {
-        key: _default_options(key) | value if key in known and isinstance(value, Mapping) else value
+        key: {**_default_options(key), **value} if key in known and isinstance(value, Mapping) else value
         for key, value in config.items()
     }
 
