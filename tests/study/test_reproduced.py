@@ -54,6 +54,12 @@ def test_mean_deviation_and_difference() -> None:
     assert row_of(table, "| podnet | 10 |")[2] == "not run"
 
 
+def test_clipped_forgetting_is_computed_from_the_matrix() -> None:
+    """A task that is recognized better at the end counts as 0 in it, and as negative in FM."""
+    own = record(0, 64.0) | {"accuracy": [[80.0], [70.0, 50.0], [60.0, 55.0, 90.0]], "test_counts": [100] * 3}
+    assert row_of(main_table("cifar100", [own]), "| podnet | 5 |")[-1] == "10.00"
+
+
 def paired_records() -> list[dict[str, Any]]:
     plain = [record(0, 60.0), record(1, 70.0)]
     return [*plain, record(0, 61.0, "ivt"), record(1, 73.0, "ivt"), record(2, 99.0, "ivt")]
