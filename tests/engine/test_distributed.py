@@ -50,14 +50,12 @@ CASES: dict[str, dict[str, Any]] = {
     "ivt measured": quick("replay", "ivt", replay=STILL, ivt={"first_fisher": "sample", "batchnorm": "recalibrate"}),
     # (With seed 0, rounding decides whether a unit next to its ReLU's kink has a gradient.)
     "ivt layers": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "layer"}, seed=1),
-    "ivt layers": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "layer"}, seed=1),
     "streamed": quick("replay", "ivt", replay={**STILL, "batch_size": 8}, dataset="packed", placement="streamed"),
 }
 # These depend on local batches or draws, so they end with other weights than one process, but the same on both.
 OTHERS = {
     **{name: quick(name) for name in sorted(METHODS) if name not in ("finetune", "ewc")},
     **{f"icarl+{name}": quick("icarl", name) for name in sorted(ADDONS) if name != "ivt"},
-    "pass with layers": quick("pass", "ivt", ivt={"batchnorm": "layer"}),
     "pass with layers": quick("pass", "ivt", ivt={"batchnorm": "layer"}),
 }
 COUNTS = (1, 2, 7, 60)
