@@ -12,11 +12,20 @@ sub-experiences, or `subexperiences` of them. So give an interval in these, for 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+import torch
 
 from .hosted import Hosted, Target, import_host
 
 _core = import_host("avalanche.core", install="avalanche-lib")
+
+# Avalanche's checkpoints are written by dill, which looks up torch.optim.sgd.SGD by the attribute `sgd` of torch.optim.
+# torch deletes these attributes, dill then copies the class itself, and with torch 2.15 that fails.
+for _name, _module in list(sys.modules.items()):
+    if _name.startswith("torch.optim.") and not hasattr(torch.optim, _name.removeprefix("torch.optim.")):
+        setattr(torch.optim, _name.removeprefix("torch.optim."), _module)
 
 
 class IVTPlugin(Hosted, _core.SupervisedPlugin):  # type: ignore[name-defined,misc]
@@ -30,7 +39,7 @@ class IVTPlugin(Hosted, _core.SupervisedPlugin):  # type: ignore[name-defined,mi
         if subexperiences is not None and subexperiences < 1:
             raise ValueError(f"subexperiences={subexperiences}: give a number from 1 up, or None for all of a task")
         self._subexperiences = subexperiences
-        self._trained = 0  # sub-experiences of the current epoch
+        self._trained = 0  # sub-experiences of the current task
 
     def before_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         experience = strategy.experience
@@ -68,12 +77,14 @@ class IVTPlugin(Hosted, _core.SupervisedPlugin):  # type: ignore[name-defined,mi
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         experience = strategy.experience
+        last = True
         if _online(experience):
             self._trained += 1
-            if experience.is_last_subexp or self._trained == self._subexperiences:
+            # Avalanche 0.6 marks no sub-experience as the last one if all have the same size.
+            last = experience.is_last_subexp or self._trained == experience.sub_stream_length
+            if last or (self._subexperiences is not None and self._trained % self._subexperiences == 0):
                 self.ivt.end_epoch()
-                self._trained = 0
-        if not _online(experience) or experience.is_last_subexp:
+        if last:
             self.ivt.end_task()
 
 
