@@ -202,6 +202,10 @@ class IVT:
             self._warned.add(key)
             warnings.warn(text, stacklevel=stacklevel)
 
+    def silence(self, *matters: str) -> None:
+        """Do not warn about these matters, for a host that says them itself."""
+        self._warned.update(matters)
+
     def _require_task(self, call: str) -> None:
         if not self._in_task:
             raise RuntimeError(f"{call} outside a task: call begin_task() first")
