@@ -62,10 +62,11 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_adapters_are_where_the_page_says() -> None:
-    modules = re.findall(r"`(incvec\.ivt\.adapters[\w.]*)`", (DOCS / "plugin.md").read_text())
-    assert len(modules) == 2
-    for module in modules:
-        assert "class IVTCallback" in (ROOT / "src" / f"{module.replace('.', '/')}.py").read_text()
+    shown = re.findall(r"from incvec\.ivt\.adapters\.(\w+) import (\w+)", (DOCS / "plugin-hosts.md").read_text())
+    assert len(shown) == 4
+    for module, name in shown:
+        text = (ROOT / f"src/incvec/ivt/adapters/{module}.py").read_text()
+        assert re.search(rf"^(class|def) {name}\b", text, re.MULTILINE), f"{module} has no {name}"
 
 
 # Lists ------------------------------------------------------------------------------------------------------

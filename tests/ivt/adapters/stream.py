@@ -1,4 +1,4 @@
-"""Three small tasks with a growing head, for all hosts: the network, the batches, and what Algorithm 1 makes of them."""
+"""Three small tasks with a growing head, for all hosts: network, batches, and the results of Algorithm 1."""
 
 import os
 import signal

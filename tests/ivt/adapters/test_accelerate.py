@@ -34,7 +34,9 @@ class Run:
         self.network, self.options = Network(), options
         self.ivt: Any = None
 
-    def task(self, task: int, load: Path | None = None, done: int = 0, save: Path | None = None, stop: int = -1) -> None:
+    def task(
+        self, task: int, load: Path | None = None, done: int = 0, save: Path | None = None, stop: int = -1
+    ) -> None:
         self.network.grow_to(task)
         accelerator = accelerate.Accelerator(cpu=True)
         optimizer = torch.optim.SGD(self.network.parameters(), lr=stream.RATE)

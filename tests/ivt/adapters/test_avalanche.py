@@ -12,19 +12,19 @@ from torch.utils.data import TensorDataset
 
 pytest.importorskip("avalanche")
 
-from avalanche.benchmarks import nc_benchmark, split_online_stream, tensors_benchmark  # noqa: E402
-from avalanche.benchmarks.utils import as_classification_dataset  # noqa: E402
-from avalanche.checkpointing import maybe_load_checkpoint, save_checkpoint  # noqa: E402
-from avalanche.core import SupervisedPlugin  # noqa: E402
-from avalanche.models import DynamicModule, IncrementalClassifier  # noqa: E402
-from avalanche.training import EWC, ICaRL, LwF, Naive, Replay  # noqa: E402
-from avalanche.training.plugins import EvaluationPlugin  # noqa: E402
+from avalanche.benchmarks import nc_benchmark, split_online_stream, tensors_benchmark
+from avalanche.benchmarks.utils import as_classification_dataset
+from avalanche.checkpointing import maybe_load_checkpoint, save_checkpoint
+from avalanche.core import SupervisedPlugin
+from avalanche.models import DynamicModule, IncrementalClassifier
+from avalanche.training import EWC, ICaRL, LwF, Naive, Replay
+from avalanche.training.plugins import EvaluationPlugin
 
-from incvec import IVT  # noqa: E402
-from incvec.ivt.adapters.avalanche import IVTPlugin  # noqa: E402
+from incvec import IVT
+from incvec.ivt.adapters.avalanche import IVTPlugin
 
-from . import stream  # noqa: E402
-from .stream import Network  # noqa: E402
+from . import stream
+from .stream import Network
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -97,7 +97,9 @@ def test_killed_and_resumed_between_experiences(task: int, tmp_path: Path) -> No
     stream.killed(die)
     want = strategy(want_plugin := IVTPlugin(interval=stream.INTERVAL))
     train(want, 1, 2, 3)
-    resumed, done = maybe_load_checkpoint(strategy(IVTPlugin(interval=stream.INTERVAL)), str(tmp_path / "checkpoint.pkl"))
+    resumed, done = maybe_load_checkpoint(
+        strategy(IVTPlugin(interval=stream.INTERVAL)), str(tmp_path / "checkpoint.pkl")
+    )
     assert done == task
     train(resumed, *range(task + 1, stream.TASKS + 1))
     plugin = next(plugin for plugin in resumed.plugins if isinstance(plugin, IVTPlugin))

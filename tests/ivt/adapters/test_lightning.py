@@ -48,8 +48,9 @@ class Resumable:
 
     def __iter__(self) -> Iterator[Any]:
         start, self.start = self.start, 0
-        for self.next in range(start + 1, len(self.batches) + 1):
-            yield self.batches[self.next - 1]
+        for index in range(start, len(self.batches)):
+            self.next = index + 1
+            yield self.batches[index]
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self.next}

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping
-from typing import Any, Union
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..names import unwrap
 from ..plugin import IVT
 
-Target = Union[nn.Module, IVT, str, None]
+Target = nn.Module | IVT | str | None
 
 
 def import_host(*names: str, install: str) -> Any:
@@ -104,21 +103,10 @@ class Hosted:
                 if known.in_task:
                     known.abandon_task()
                 self._ivt.load_state_dict(known.state_dict())
-        ivt = self.ivt
-        if _processes() > 1 and (ivt.batchnorm != "keep" or ivt.fisher_loss == "own"):
-            raise ValueError(
-                f"batchnorm={ivt.batchnorm!r}, fisher_loss={ivt.fisher_loss!r} in {_processes()} processes: this host "
-                'hides its DistributedDataParallel model from IVT, which needs it for all but "keep" and "whole"'
-            )
-        return ivt
+        return self.ivt
 
     def present_state(self) -> dict[str, Tensor]:
         """IVT's state, for the host's checkpoint."""
         if self._saved is not None:
             return dict(self._saved)
         return {} if self._ivt is None else self._ivt.state_dict()
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -35,7 +35,7 @@ class IVTCallback(Hosted, _transformers.TrainerCallback):  # type: ignore[name-d
     def load(self, folder: str | Path) -> None:
         """Start the next training with the state in this checkpoint folder.
 
-        For the next task in a new process, and to resume from a folder that was moved out of the Trainer's `output_dir`.
+        For the next task in a new process, and to resume from a folder that was moved out of `output_dir`.
         """
         path = Path(folder) / FILE
         if not path.is_file():
