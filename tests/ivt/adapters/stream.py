@@ -87,10 +87,23 @@ def reference() -> tuple[Weights, Weights]:
     return increment_vector_transformation(weights(model), [task(number + 1) for number in range(TASKS)], INTERVAL)
 
 
-@cache
-def plain(**options: Any) -> tuple[Weights, Weights]:
+class Normalized(Network):
+    """With BatchNorm behind a layer without bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(5, 5, bias=False)
+        self.norm = nn.BatchNorm1d(5)
+        with torch.no_grad():
+            self.narrow.weight.copy_(torch.randn(5, 5, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(self.narrow(x)))
+
+
+def plain(kind: type[Network] = Network, **options: Any) -> tuple[Weights, Weights]:
     """The three tasks with the plug-in in a loop of one's own."""
-    model = Network()
+    model = kind()
     ivt = IVT(model, interval=INTERVAL, **options)
     for task in range(1, TASKS + 1):
         model.grow_to(task)
@@ -99,7 +112,10 @@ def plain(**options: Any) -> tuple[Weights, Weights]:
         for _ in range(EPOCHS):
             for x, y in batches(task):
                 optimizer.zero_grad()
-                functional.cross_entropy(model(x), y).backward()
+                loss = functional.cross_entropy(model(x), y)
+                if ivt.fisher_loss == "own" and ivt.collecting:
+                    ivt.collect(loss)
+                (2 * loss if ivt.fisher_loss == "own" else loss).backward()
                 optimizer.step()
             ivt.end_epoch()
         ivt.end_task()

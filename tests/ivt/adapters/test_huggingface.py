@@ -22,9 +22,9 @@ STEPS = stream.EPOCHS * stream.BATCHES
 
 
 class Model(nn.Module):
-    def __init__(self, task: int = 1) -> None:
+    def __init__(self, task: int = 1, kind: type[Network] = Network) -> None:
         super().__init__()
-        self.network = Network()
+        self.network = kind()
         self.network.grow_to(task)
         self.evaluated: list[torch.Tensor] = []
 
@@ -65,8 +65,8 @@ def train(model: Model, callback: Any, folder: Path, *callbacks: Any, resume: An
     return trainer
 
 
-def three_tasks(folder: Path, model: Any, **options: Any) -> tuple[Model, Any]:
-    hosted = Model()
+def three_tasks(folder: Path, model: Any, kind: type[Network] = Network, **options: Any) -> tuple[Model, Any]:
+    hosted = Model(kind=kind)
     callback = IVTCallback(hosted.network if model == "module" else model, **options)
     for task in range(1, stream.TASKS + 1):
         hosted.network.grow_to(task)
@@ -93,6 +93,12 @@ def test_the_whole_model_by_default_and_the_recommended_options(tmp_path: Path) 
     want, _ = stream.plain()
     assert stream.difference(stream.weights(model.network), want) == 0
     assert callback.ivt.epochs == stream.EPOCHS
+
+
+def test_maps_of_batchnorm_layers(tmp_path: Path) -> None:
+    model, _ = three_tasks(tmp_path, None, stream.Normalized, interval=stream.INTERVAL, batchnorm="layer")
+    want, _ = stream.plain(stream.Normalized, batchnorm="layer")
+    assert stream.difference(stream.weights(model.network), want) == 0
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, task: int = 1) -> None:
+    def __init__(self, task: int = 1, kind: type[Network] = Network) -> None:
         super().__init__()
-        self.network = Network()
+        self.network = kind()
         self.network.grow_to(task)
         self.validated: list[torch.Tensor] = []
 
@@ -80,8 +80,8 @@ def fit(module: Module, callback: Any, folder: Path, *callbacks: Any, loader: An
     return trainer
 
 
-def three_tasks(folder: Path, model: Any, **options: Any) -> tuple[Module, Any]:
-    module = Module()
+def three_tasks(folder: Path, model: Any, kind: type[Network] = Network, **options: Any) -> tuple[Module, Any]:
+    module = Module(kind=kind)
     callback = IVTCallback(module.network if model == "module" else model, **options)
     for task in range(1, stream.TASKS + 1):
         module.network.grow_to(task)
@@ -105,6 +105,35 @@ def test_the_whole_module_by_default_and_the_recommended_options(tmp_path: Path)
     assert stream.difference(stream.weights(module.network), want) == 0
     assert callback.ivt.model is module
     assert callback.ivt.epochs == stream.EPOCHS
+
+
+def test_maps_of_batchnorm_layers(tmp_path: Path) -> None:
+    options: Any = {"interval": stream.INTERVAL, "batchnorm": "layer"}
+    module, _ = three_tasks(tmp_path, "network", stream.Normalized, **options)
+    want, _ = stream.plain(stream.Normalized, batchnorm="layer")
+    assert stream.difference(stream.weights(module.network), want) == 0
+    keep, _ = stream.plain(stream.Normalized, batchnorm="keep")
+    assert stream.difference(stream.weights(module.network), keep) > 0
+    with pytest.raises(RuntimeError, match="Call the model itself"):  # training_step calls the network, not the module
+        three_tasks(tmp_path, None, stream.Normalized, **options)
+
+
+def test_the_fisher_of_the_tasks_own_loss(tmp_path: Path) -> None:
+    class Distilled(Module):
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = super().training_step(batch, index)
+            if callback.ivt.collecting:
+                callback.ivt.collect(loss)
+            return 2 * loss
+
+    module = Distilled()
+    callback = IVTCallback("network", interval=stream.INTERVAL, fisher_loss="own")
+    for task in range(1, stream.TASKS + 1):
+        module.network.grow_to(task)
+        fit(module, callback, tmp_path)
+    want, cumulative = stream.plain(fisher_loss="own")
+    assert stream.difference(stream.weights(module.network), want) == 0
+    assert stream.difference(dict(callback.ivt.cumulative), cumulative) == 0
 
 
 def test_an_ivt_of_ones_own_and_a_new_module_per_task(tmp_path: Path) -> None:
@@ -168,6 +197,25 @@ def test_killed_and_resumed_within_a_task(
     module, callback = Module(2), IVTCallback(interval=stream.INTERVAL)
     fit(module, callback, tmp_path, loader=Resumable(2), ckpt_path=tmp_path / f"{checkpoint}.ckpt", **valid)
     assert callback.ivt.task == 2
+    stream.assert_same(module, callback.ivt, want, want_callback.ivt)
+
+
+def test_resumed_within_an_epoch_with_a_probe(tmp_path: Path) -> None:
+    """Remembered inputs are not in checkpoints, but a probe has its own."""
+
+    def made(task: int) -> tuple[Module, Any]:
+        module = Module(task, stream.Normalized)
+        images = stream.samples(1)[0]
+        probe = lambda: module.network(images)  # noqa: E731
+        return module, IVTCallback("network", interval=stream.INTERVAL, batchnorm="layer", probe=probe)
+
+    want, want_callback = made(1)
+    fit(want, want_callback, tmp_path)
+    want.network.grow_to(2)
+    saved = saving(tmp_path, every_n_train_steps=1)
+    fit(want, want_callback, tmp_path, saved, loader=Resumable(2), trainer={"enable_checkpointing": True})
+    module, callback = made(2)
+    fit(module, callback, tmp_path, loader=Resumable(2), ckpt_path=tmp_path / "epoch=1-step=4.ckpt")
     stream.assert_same(module, callback.ivt, want, want_callback.ivt)
 
 
