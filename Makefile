@@ -50,7 +50,7 @@ test: $(VENV)/dev
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
 test-all: $(VENV)/hosts
-	@echo "make test-all: about 5 minutes with $(JOBS) processes"
+	@echo "make test-all: about 7 minutes with $(JOBS) processes"
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
 
 docs: $(VENV)/docs

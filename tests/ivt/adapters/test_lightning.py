@@ -338,6 +338,12 @@ def test_a_checkpoint_without_ivt_is_refused(tmp_path: Path) -> None:
         fit(module, IVTCallback(), tmp_path, ckpt_path=tmp_path / "without.ckpt")
 
 
+def test_processes_that_end_with_the_fit_are_refused(tmp_path: Path) -> None:
+    """What the callback has learnt would stay in them."""
+    with pytest.raises(Exception, match='strategy="ddp"'):
+        fit(Module(), IVTCallback(), tmp_path, trainer={"strategy": "ddp_fork"})
+
+
 def test_wrong_options_are_noticed_at_once() -> None:
     with pytest.raises(ValueError, match="batchnorm"):
         IVTCallback(batchnorm="maps")

@@ -31,6 +31,13 @@ class IVTCallback(Hosted, _lightning.Callback):  # type: ignore[name-defined,mis
         self._first_epoch = 0  # the trainer's number of the task's first epoch
         self._batches = False  # since the last end of an epoch
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and type(trainer.strategy.launcher).__name__ == "_MultiProcessingLauncher":
+            raise RuntimeError(
+                "this strategy (ddp_spawn, ddp_fork or ddp_notebook) trains in processes that end with the fit, and "
+                'IVT\'s state with them: use strategy="ddp"'
+            )
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Lightning loads a checkpoint before the model is on its device, so the state is applied here.
         ivt = self.start(pl_module, trainer.optimizers, resumed=trainer.ckpt_path is not None)
