@@ -83,7 +83,10 @@ def test_a_convolution_and_its_norm_are_teleported_as_one_map(mode: bool) -> Non
         inputs = before.conv(x)
         new = as_map(state, "norm", *moments(inputs))
         old = as_map(anchor, "norm", anchor["norm.running_mean"], anchor["norm.running_var"])
-        products = [slope[:, None, None, None] * w for (slope, _), w in ((new, state["conv.weight"]), (old, anchor["conv.weight"]))]
+        products = [
+            slope[:, None, None, None] * w
+            for (slope, _), w in ((new, state["conv.weight"]), (old, anchor["conv.weight"]))
+        ]
         product = products[1] + scale(ivt, "conv.weight") * (products[0] - products[1])
         offset = old[1] + scale(ivt, "norm.bias") * (new[1] - old[1])
     assert ivt.end_epoch()
@@ -103,7 +106,9 @@ def test_a_convolution_and_its_norm_are_teleported_as_one_map(mode: bool) -> Non
         mapped = as_map(dict(model.state_dict()), "second", model.second.running_mean, model.second.running_var)
         for found, kind, (n, o) in zip(mapped, ("weight", "bias"), zip(new, old, strict=True), strict=True):
             torch.testing.assert_close(found, o + scale(ivt, f"second.{kind}") * (n - o))
-        bias = anchor["biased.weight"] + scale(ivt, "biased.weight") * (state["biased.weight"] - anchor["biased.weight"])
+        bias = anchor["biased.weight"] + scale(ivt, "biased.weight") * (
+            state["biased.weight"] - anchor["biased.weight"]
+        )
         torch.testing.assert_close(model.biased.weight.detach(), bias)
 
 

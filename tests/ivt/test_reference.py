@@ -81,7 +81,9 @@ def with_plugin(
     return {name: p.detach() for name, p in model.named_parameters()}, dict(ivt.cumulative)
 
 
-def by_the_book(tasks: int, own: bool = False, **choices: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def by_the_book(
+    tasks: int, own: bool = False, **choices: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     model = Growing(torch.float64)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
 

@@ -107,10 +107,11 @@ class StageLoop:
         missing = [name for name in self.method.own_terms if name not in terms]
         if missing or not self.method.own_terms:
             raise ConfigError(
-                f"the loss of {self.method.name} with these settings has the terms {', '.join(terms)}, none of which is "
-                "that of the task's own samples alone. Use ivt.fisher_loss=whole."
+                f"the loss of {self.method.name} with these settings has the terms {', '.join(terms)}; none is that of "
+                "the task's own samples alone. Use ivt.fisher_loss=whole."
             )
-        self._set_gradients(torch.stack([terms[name].float() for name in self.method.own_terms]).sum(), keep_graph=True)
+        own = torch.stack([terms[name].float() for name in self.method.own_terms]).sum()
+        self._set_gradients(own, keep_graph=True)
         for addon in self.addons:
             if addon.uses_own_gradients(self.stage):
                 addon.own_gradients(self.stage, self.parameters)

@@ -49,9 +49,7 @@ def affine(state: Tensors, name: str, mean: Tensor, var: Tensor) -> tuple[Tensor
     return slope, state[f"{name}.bias"].double() - slope * mean
 
 
-def test_teleported_layers(
-    few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_teleported_layers(few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slope times the filters of the preceding convolution, and the offset, are teleported like weights, and
     written with the statistics of the new inputs."""
     start: list[Tensors] = []
@@ -104,9 +102,7 @@ def test_teleported_layers(
                 assert torch.allclose(result, expected, rtol=1e-3, atol=1e-4), (number, parameter)
 
 
-def test_vanished_filters(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vanished_filters(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight decay shrinks unused filters to zero, and the slopes of their norms grow to hundreds.
 
     Such a slope must not be combined with the anchor's filters: maps after a teleport stay within the range of the two.
@@ -151,14 +147,14 @@ def test_layers_with_frozen_statistics(few: Dataset, tmp_path: Path, monkeypatch
     assert any(not torch.equal(weights_a[name], weights_b[name]) for name in weights_a if "norm" in name)
 
 
-def test_model_without_batchnorm_has_no_maps(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_without_batchnorm_has_no_maps(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is teleported as with `keep`, without a probe."""
     probes: list[int] = []
     watch(monkeypatch, stage_loop.StageLoop, "probe", before=lambda loop, batches: probes.append(batches))
     monkeypatch.setattr("incvec.ivt.core.batchnorm_layers", lambda model: {})  # all small networks have some
-    keep, maps = (run_on(few, tmp_path / name, "finetune", "ivt", ivt={"batchnorm": name}) for name in ("keep", "layer"))
+    keep, maps = (
+        run_on(few, tmp_path / name, "finetune", "ivt", ivt={"batchnorm": name}) for name in ("keep", "layer")
+    )
     same(snapshot(keep, 2), snapshot(maps, 2))
     assert probes == []
 

@@ -71,7 +71,10 @@ def plain_loop(lab: Lab, data: Dataset, options: dict[str, Any]) -> list[Tensors
         stage = method.stages(task)[0]
         optimizer = torch.optim.SGD(
             [
-                {"params": [p for n, p in method.named_parameters() if group.owns(n)], "weight_decay": group.weight_decay}
+                {
+                    "params": [p for n, p in method.named_parameters() if group.owns(n)],
+                    "weight_decay": group.weight_decay,
+                }
                 for group in stage.groups
             ],
             lr=1.0,

@@ -219,10 +219,11 @@ def test_resumed_within_an_epoch_with_a_probe(tmp_path: Path) -> None:
     stream.assert_same(module, callback.ivt, want, want_callback.ivt)
 
 
-def test_a_checkpoint_of_a_callback_that_comes_first_misses_no_end_of_an_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("epoch", [2, 3, 4])
+def test_a_checkpoint_of_a_callback_that_comes_first_misses_no_end_of_an_epoch(epoch: int, tmp_path: Path) -> None:
     class Early(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 2 * stream.BATCHES:
+            if trainer.global_step == epoch * stream.BATCHES:
                 trainer.save_checkpoint(tmp_path / "early.ckpt")
 
     want, want_callback = second_task(tmp_path)

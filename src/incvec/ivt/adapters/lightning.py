@@ -43,7 +43,7 @@ class IVTCallback(Hosted, _lightning.Callback):  # type: ignore[name-defined,mis
         ivt = self.start(pl_module, trainer.optimizers, resumed=trainer.ckpt_path is not None)
         self._batches = False
         if ivt.in_task and self._first_epoch + ivt.epoch < trainer.current_epoch:
-            self._end_epoch(trainer)  # the checkpoint was written by a callback before this one
+            ivt.end_epoch()  # the checkpoint was written by a callback before this one
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self.ivt.in_task:
