@@ -27,6 +27,7 @@ RENAMED_SETTINGS = {
     "normalisation": "normalization",
     "centre": "center",
 }
+REMOVED_SETTINGS = {"stages": ["main"]}  # and their defaults
 
 
 class Options(BaseModel):
@@ -143,10 +144,11 @@ def validate(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
 
 
 def upgrade_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration under the present names of its settings."""
+    """A saved configuration under the present names of its settings, without removed ones that had their default."""
     return {
         RENAMED_SETTINGS.get(key, key): upgrade_settings(value) if isinstance(value, Mapping) else value
         for key, value in saved.items()
+        if key not in REMOVED_SETTINGS or value != REMOVED_SETTINGS[key]
     }
 
 

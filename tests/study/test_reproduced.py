@@ -119,7 +119,7 @@ def test_row_of_another_variant_shows_that_variant_only() -> None:
 def test_open_settings_have_their_gain_and_the_papers() -> None:
     host, default = sample("podnet", fall=7.0), sample("podnet", "ivt")
     other = sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
-    unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "interpolate"})
+    unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "layer"})
     table = open_settings_table("cifar100", [host, default, other, unlike])
     assert table is not None
     assert len(table.rows) == (2 + 9) + (2 + 2) + 2 * (2 + 4)
@@ -132,7 +132,7 @@ def test_open_settings_have_their_gain_and_the_papers() -> None:
     rest = other_runs_table("cifar100", [host, default, other, unlike])
     assert rest is not None
     (row,) = rest.texts()
-    assert "ivt.batchnorm=interpolate" in row[3]
+    assert "ivt.batchnorm=layer" in row[3]
 
 
 def test_open_settings_use_the_seeds_of_their_sweep_and_mark_other_bases() -> None:

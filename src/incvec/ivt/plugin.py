@@ -1,6 +1,6 @@
 """The plug-in: options, schedule, listening and state of Increment Vector Transformation.
 
-    ivt = IVT(model, interval=10, exclude=["fc"], batchnorm="layer")
+    ivt = IVT(model, interval=10, exclude=["head"], batchnorm="layer")
     for task in tasks:
         ...                                      # grow the model, make this task's optimizer
         ivt.begin_task(optimizer, epochs=160)    # anchor <- theta
