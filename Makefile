@@ -1,6 +1,7 @@
 # make demo       four short runs on embedded data and one figure; about a minute on a CPU
 # make test       style, types and the quick tests; what a change has to pass first
-# make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser
+# make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser, the plug-in in
+#                 other libraries, which it installs (140 MB)
 # make docs       the documentation site in site/; a broken link is an error
 # make dist       wheel and sdist in dist/, installed into fresh environments and tried (DIST=--full downloads torch)
 # make bench      small versions of all benchmarks, on a CPU
@@ -29,6 +30,11 @@ $(VENV)/dev: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --editable '.[lab,dev]'
 	touch $@
 
+$(VENV)/hosts: $(VENV)/dev
+	$(BIN)/python -m pip install --quiet --editable '.[lab,dev,hosts]'
+	$(BIN)/python -m pip install --quiet --no-deps avalanche-lib==0.6.0
+	touch $@
+
 $(VENV)/docs: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --editable '.[lab,docs]'
 	touch $@
@@ -43,8 +49,8 @@ test: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
-test-all: $(VENV)/dev
-	@echo "make test-all: about 5 minutes with $(JOBS) processes"
+test-all: $(VENV)/hosts
+	@echo "make test-all: about 7 minutes with $(JOBS) processes"
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
 
 docs: $(VENV)/docs

@@ -61,6 +61,14 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(re.findall(r"[\w/-]+\.md", text)) == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
+def test_adapters_are_where_the_page_says() -> None:
+    shown = re.findall(r"from incvec\.ivt\.adapters\.(\w+) import (\w+)", (DOCS / "plugin-hosts.md").read_text())
+    assert len(shown) == 4
+    for module, name in shown:
+        text = (ROOT / f"src/incvec/ivt/adapters/{module}.py").read_text()
+        assert re.search(rf"^(class|def) {name}\b", text, re.MULTILINE), f"{module} has no {name}"
+
+
 # Lists ------------------------------------------------------------------------------------------------------
 
 
