@@ -2,6 +2,9 @@
 
     python benchmarks/ivt_overhead.py [--threads 1] [--json overhead.json]
 
+Measured with the plug-in's defaults, with batchnorm="layer" (a teleport runs the network twice) and with
+fisher_loss="own" (a second backward pass, in the epochs whose F is used: one in ten).
+
 Steps with and without IVT alternate in one run, so that both see the same load of the machine. Two shares are printed:
 
 - `inside`: the time spent in calls of IVT: squares in every step, the mean at the end of an epoch, a teleport every
@@ -49,6 +52,7 @@ class Measured:
     """Medians in seconds, and shares of an epoch without IVT."""
 
     backbone: str
+    variant: str
     parameters: int
     plain_step: float
     ivt_step: float
@@ -73,25 +77,39 @@ class Network(nn.Module):
         return self.head(self.backbone(x).features)  # type: ignore[no-any-return]
 
 
-def measure(case: Case, batch: int, repeats: int) -> Measured:
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {"batchnorm": "keep"},
+    "layer": {"batchnorm": "layer"},
+    "own": {"batchnorm": "keep", "fisher_loss": "own"},
+}
+
+
+def measure(case: Case, variant: str, batch: int, repeats: int) -> Measured:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, *case.image, generator=generator)
     labels = torch.randint(CLASSES, (batch,), generator=generator)
     model = Network(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     parameters = list(model.parameters())
-    ivt = IVT(model, interval=None, listen=False)
+    ivt = IVT(model, interval=None, exclude=["head"], **VARIANTS[variant])
+    own = variant == "own"
 
     def step(with_ivt: bool) -> tuple[float, float]:
         start = perf_counter()
         optimizer.zero_grad()
-        functional.cross_entropy(model(images), labels).backward()
+        loss = functional.cross_entropy(model(images), labels)
         before = perf_counter()
-        if with_ivt:
-            ivt.accumulate(parameters)
+        if with_ivt and own:
+            ivt.collect(loss)
         after = perf_counter()
+        inside = after - before
+        loss.backward()
+        before = perf_counter()
+        if with_ivt and not own:
+            ivt.core.accumulate((parameter, parameter.grad) for parameter in parameters)
+        inside += perf_counter() - before
         optimizer.step()
-        return perf_counter() - start, after - before
+        return perf_counter() - start, inside
 
     def timed(call: Any) -> float:
         start = perf_counter()
@@ -99,6 +117,7 @@ def measure(case: Case, batch: int, repeats: int) -> Measured:
         return perf_counter() - start
 
     ivt.begin_task()
+    ivt.begin_epoch()
     for _ in range(3):
         step(True)
     ivt.end_epoch()
@@ -121,11 +140,13 @@ def measure(case: Case, batch: int, repeats: int) -> Measured:
         ends.append(opened + timed(ivt.end_epoch))
         teleports.append(timed(ivt.teleport))
 
-    step_time, per_step = median(plain), median(accumulate)
+    share = 1 / INTERVAL if own else 1.0  # of the epochs, in which squares are collected
+    step_time, per_step = median(plain), share * median(accumulate)
     rest = median(ends) + median(teleports) / INTERVAL
     epoch = step_time * case.epoch_steps
     return Measured(
         backbone=case.backbone,
+        variant=variant,
         parameters=sum(parameter.numel() for parameter in parameters),
         plain_step=step_time,
         ivt_step=median(full),
@@ -133,7 +154,7 @@ def measure(case: Case, batch: int, repeats: int) -> Measured:
         end_epoch=median(ends),
         teleport=median(teleports),
         inside=(per_step * case.epoch_steps + rest) / epoch,
-        outside=(median(b - a for a, b in zip(plain, full, strict=True)) * case.epoch_steps + rest) / epoch,
+        outside=(share * median(b - a for a, b in zip(plain, full, strict=True)) * case.epoch_steps + rest) / epoch,
     )
 
 
@@ -150,14 +171,14 @@ def main() -> None:
     for case in CASES:
         # A fast step is measured more often, since its noise is as large.
         repeats = options.repeats * (1 if case.image[0] == 3 else 20)
-        measured.append(measure(case, options.batch, repeats))
+        measured += [measure(case, variant, options.batch, repeats) for variant in VARIANTS]
 
     print(f"incvec {__version__}, torch {torch.__version__}, {platform.machine()}, {options.threads} threads")
-    print(f"{'network':<18}{'step':>10}{'squares':>10}{'epoch end':>11}{'teleport':>10}{'inside':>9}{'outside':>9}")
+    print(f"{'network':<18}{'variant':<9}{'step':>10}{'squares':>10}{'epoch end':>11}{'teleport':>10}{'inside':>9}{'outside':>9}")
     for row in measured:
         times = (row.plain_step, row.accumulate, row.end_epoch, row.teleport)
         cells = "".join(f"{1e3 * t:>{w - 3}.2f} ms" for t, w in zip(times, (10, 10, 11, 10), strict=True))
-        print(f"{row.backbone:<18}{cells}{100 * row.inside:>7.2f} %{100 * row.outside:>7.2f} %")
+        print(f"{row.backbone:<18}{row.variant:<9}{cells}{100 * row.inside:>7.2f} %{100 * row.outside:>7.2f} %")
     if options.json is not None:
         record = {
             "incvec": __version__,

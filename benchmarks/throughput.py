@@ -6,8 +6,9 @@
 PODNet, ResNet-32, batch 128, random images. `--parts` selects some of these parts:
 
 - one, eight: base task and increment (of 10 classes, with teacher), without and with IVT; `two` and `four` on request;
-- ivt: IVT on against off in the increment, as the median ratio of times. Two runs alternate in one process, ten epochs
-  with one teleport at a time, without checkpoints within the stage;
+- ivt: IVT on against off in the increment, as the median ratio of times: as PODNet's preset has it, with
+  `batchnorm=layer`, with `fisher_loss=own`. Two runs alternate in one process, ten epochs with one teleport at a time,
+  without checkpoints within the stage;
 - tasks: increments of 2 classes against increments of 10, including everything from the end of the base task to the end
   of the last increment: balanced stages, herding, capture, evaluation, files. With the paper's 160 and 20 epochs, for
   the first increments only;
@@ -134,14 +135,22 @@ def ten_epochs(events: Iterator[ev.Event]) -> float:
     return time.perf_counter() - began
 
 
-def compare_ivt(data: Dataset, small: bool, engine: str, size: Size) -> tuple[list[Row], dict[str, Any]]:
+IVT_VARIANTS: dict[str, dict[str, str]] = {"default": {}, "layer": {"batchnorm": "layer"}, "own": {"fisher_loss": "own"}}
+
+
+def compare_ivt(
+    data: Dataset, small: bool, engine: str, size: Size, variant: str
+) -> tuple[list[Row], dict[str, Any]]:
     """Rows without and with IVT, and the median ratio of times."""
     epochs = INTERVAL * (size.turns + 1) + 1
     seconds: list[list[float]] = [[], []]
     with tempfile.TemporaryDirectory() as folder:
         runs = [
             Run(
-                resolve(settings(small, addons, engine, base_epochs=1, epochs=epochs)),
+                resolve(
+                    settings(small, addons, engine, base_epochs=1, epochs=epochs)
+                    | ({"ivt": IVT_VARIANTS[variant]} if addons else {})
+                ),
                 data, Path(folder) / str(number), Path(folder) / "bases", save_interval=math.inf,
             )
             for number, addons in enumerate(([], ["ivt"]))
@@ -165,6 +174,7 @@ def compare_ivt(data: Dataset, small: bool, engine: str, size: Size) -> tuple[li
             "addons": addons,
             "images_per_second": round(steps * batch / statistics.median(own)),
             "part": "ivt",
+            "variant": variant,
             "milliseconds_a_step": round(1e3 * statistics.median(own) / steps, 4),
             "seconds": [round(value, 4) for value in own],
         }
@@ -289,10 +299,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for addons in ([], ["ivt"]):
                     case(1, "eager", addons, 3, 3, base_classes=5 if given.small else 10)
             elif part == "ivt":
-                rows, comparison = compare_ivt(data, given.small, engine, size)
-                for row in rows:
-                    report.add(row)
-                ratio(ivt_on_against_off=comparison)
+                compared = {}
+                for variant in IVT_VARIANTS:
+                    rows, compared[variant] = compare_ivt(data, given.small, engine, size, variant)
+                    for row in rows:
+                        report.add(row)
+                ratio(ivt_on_against_off=compared)
             elif part == "tasks":
                 rows, share = compare_tasks(data, given.small, engine, size)
                 for row in rows:

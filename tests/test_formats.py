@@ -21,7 +21,7 @@ from incvec.config import RunConfig
 from incvec.data import Dataset
 from incvec.engine.run import Run, finish
 from incvec.errors import CheckpointError
-from incvec.presets import resolve
+from incvec.presets import complete_settings, resolve
 from incvec.records import FORMAT, read_record
 from tests.conftest import same_weights
 
@@ -50,7 +50,7 @@ def test_record_of_format_1_opens_under_the_present_names(config: RunConfig, run
     raw = json.loads((FORMATS / "record-1.json").read_text())
     assert (raw["format"], FORMAT) == (1, 2)
     record, new = read_record(FORMATS / "record-1.json"), read_record(run.record_path)
-    assert record["config"] == config.resolved()
+    assert complete_settings(record["config"]) == config.resolved()
     assert record["statistics"] == raw["facts"]
     assert record["accuracy"] == new["accuracy"]
 

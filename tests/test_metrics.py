@@ -47,14 +47,14 @@ def test_accuracy_is_weighted_by_images_and_forgetting_by_tasks() -> None:
 def test_forgetting_is_relative_to_the_best_accuracy_not_the_first() -> None:
     got = summarize([[50.0], [80.0, 70.0], [60.0, 75.0, 90.0]], [1, 1, 1])
     assert got["FM"] == pytest.approx((20 - 5) / 2)  # the maximum excludes the last row
-    assert got["fm_pycil"] == pytest.approx((20 + 0) / 2)  # includes it: a gain counts as 0
+    assert got["fm_clipped"] == pytest.approx((20 + 0) / 2)  # includes it: a gain counts as 0
     assert got["fm_first_last"] == pytest.approx((-10 - 5) / 2)
 
 
 def test_single_task_has_no_forgetting() -> None:
     got = summarize([[77.0]], [100])
     assert got["AA"] == got["LA"] == got["plasticity"] == 77
-    assert [got["FM"], got["fm_spu"], got["fm_first_last"], got["fm_pycil"], got["fm_inclearn"]] == [None] * 5
+    assert [got["FM"], got["fm_spu"], got["fm_first_last"], got["fm_clipped"], got["fm_inclearn"]] == [None] * 5
     assert inclearn_forgetting([[3, 4]], [5, 5]) is None
 
 
@@ -80,11 +80,11 @@ def test_identities_between_forgetting_measures(drawn: tuple[list[list[float]], 
     assert got["fm_first_last"] is not None
     assert got["fm_spu"] == pytest.approx(((size - 1) * got["FM"] - newest) / size, abs=1e-9)
     assert got["FM"] == pytest.approx((size * got["fm_spu"] + newest) / (size - 1), abs=1e-9)
-    assert got["fm_pycil"] is not None
+    assert got["fm_clipped"] is not None
     assert got["fm_first_last"] <= got["FM"] + 1e-9
-    assert got["FM"] <= got["fm_pycil"] + 1e-9
+    assert got["FM"] <= got["fm_clipped"] + 1e-9
     drops = [max(row[i] for row in rows[i:]) - rows[-1][i] for i in range(size - 1)]
-    assert got["fm_pycil"] == pytest.approx(sum(drops) / (size - 1), abs=1e-9)
+    assert got["fm_clipped"] == pytest.approx(sum(drops) / (size - 1), abs=1e-9)
     assert min(rows[-1]) - 1e-9 <= got["LA"] <= max(rows[-1]) + 1e-9
     equal = summarize(rows, [7] * size)
     best = [max(row[i] for row in rows[i:-1]) for i in range(size - 1)]

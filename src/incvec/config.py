@@ -27,6 +27,7 @@ RENAMED_SETTINGS = {
     "normalisation": "normalization",
     "centre": "center",
 }
+REMOVED_SETTINGS = {"stages": ["main"]}  # and their defaults
 
 
 class Options(BaseModel):
@@ -87,6 +88,10 @@ class RunConfig(BaseModel):
     )
     stop_after: int | None = Field(None, ge=1, description="train only the first n tasks of the stream")
     snapshots: bool = Field(True, description="save each task's model, for the study and as a start of other runs")
+    last_batch: Literal["drop", "keep"] = Field(
+        "drop",
+        description="an epoch's last, smaller batch: not trained, or trained as a step of its own (see `StageLoop`)",
+    )
     sync_batchnorm: bool = Field(True, description="with several processes: BatchNorm statistics of the global batch")
     sections: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
@@ -103,6 +108,7 @@ class RunConfig(BaseModel):
         """All settings, as in a record: the fields, then one mapping per section."""
         # Included only if they differ from these defaults: most runs do not use them.
         optional = {
+            "last_batch": "drop",
             "sync_batchnorm": True,
             "class_list": None,
             "placement": None,
@@ -143,10 +149,11 @@ def validate(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
 
 
 def upgrade_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration under the present names of its settings."""
+    """A saved configuration under the present names of its settings, without removed ones that had their default."""
     return {
         RENAMED_SETTINGS.get(key, key): upgrade_settings(value) if isinstance(value, Mapping) else value
         for key, value in saved.items()
+        if key not in REMOVED_SETTINGS or value != REMOVED_SETTINGS[key]
     }
 
 

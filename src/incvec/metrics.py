@@ -13,7 +13,7 @@ FM weights all old tasks equally, whatever their number of classes. Other code b
 
     fm_first_last   A[i][i] in place of the maximum: the negative backward transfer
     fm_spu          SPU's code: includes the newest task, with 0 as its earlier accuracy, and divides by T
-    fm_pycil        PyCIL's code: the maximum includes the last task, so that no term is negative
+    fm_clipped      as PyCIL, by task: the maximum includes the last task, so that no term is negative
     fm_inclearn     the code of PODNet's authors: see `inclearn_forgetting`
 
 For a single task every forgetting measure is None.
@@ -46,7 +46,7 @@ class Summary(TypedDict):
     FM: float | None
     fm_spu: float | None
     fm_first_last: float | None
-    fm_pycil: float | None
+    fm_clipped: float | None
     fm_inclearn: float | None
     plasticity: float
     a: list[float]
@@ -86,11 +86,18 @@ def summarize(
         FM=forgotten / len(old) if old else None,
         fm_spu=(forgotten - last[-1]) / len(rows) if old else None,
         fm_first_last=mean([rows[i][i] - last[i] for i in old]) if old else None,
-        fm_pycil=mean([max(best[i] - last[i], 0.0) for i in old]) if old else None,
+        fm_clipped=clipped_forgetting(rows),
         fm_inclearn=inclearn,
         plasticity=mean([row[-1] for row in rows]),
         a=a,
     )
+
+
+def clipped_forgetting(matrix: Matrix) -> float | None:
+    """`fm_clipped`: FM with the last task in the maximum; None for a single task."""
+    size = len(matrix)
+    drops = [max(matrix[t][i] for t in range(i, size)) - matrix[-1][i] for i in range(size - 1)]
+    return mean(drops) if drops else None
 
 
 def gap_closed(la: float, la_plain: float, la_oracle: float) -> float | None:

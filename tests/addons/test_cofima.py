@@ -49,7 +49,7 @@ def expected_cofima(old: Tensor, new: Tensor, f_old: Tensor, f_new: Tensor, alph
     return torch.tensor(out, dtype=torch.float64).view(old.shape)
 
 
-@pytest.mark.parametrize("buffers", ["average", "new"])
+@pytest.mark.parametrize("buffers", ["average", "new", "anchor"])
 def test_cofima_merges_by_the_formula(
     buffers: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +72,8 @@ def test_cofima_merges_by_the_formula(
             elif buffers == "average":
                 assert torch.allclose(value, 0.7 * row["old"][name] + 0.3 * new, rtol=1e-5, atol=1e-6), name
             else:
-                assert torch.equal(value, new), name
+                assert torch.equal(value, new if buffers == "new" else row["old"][name]), name
+                assert not torch.equal(row["old"][name], new), name
 
 
 def test_parameter_without_fisher_is_averaged(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

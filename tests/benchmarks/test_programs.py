@@ -32,14 +32,14 @@ def test_throughput(program: Any, tmp_path: Path) -> None:
     assert cases == [
         (runs, stage, addons) for runs in (1, 2) for addons in ((), ("ivt",)) for stage in ("base", "increment")
     ]
-    assert [row["addons"] for row in content["rows"] if row.get("part") == "ivt"] == [[], ["ivt"]]
+    assert [row["addons"] for row in content["rows"] if row.get("part") == "ivt"] == 3 * [[], ["ivt"]]
     small, large = [row for row in content["rows"] if row.get("part") == "tasks"]
     assert (small["tasks"], large["tasks"]) == (5, 1)
     ratios = content["ratios"]
     assert ratios["small_tasks_against_large"] == pytest.approx(
         small["images_per_second"] / large["images_per_second"], abs=1e-3
     )
-    assert len(ratios["ivt_on_against_off"]["all"]) == 2
+    assert len(ratios["ivt_on_against_off"]["layer"]["all"]) == 2
 
 
 def test_unknown_part_of_throughput_is_refused(program: Any, capsys: pytest.CaptureFixture[str]) -> None:

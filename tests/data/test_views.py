@@ -222,6 +222,20 @@ def test_train_view_is_crop_flip_jitter_normalize() -> None:
     assert torch.equal(bare, crop(images, 2, seeded(3)).float() / 255)
 
 
+def test_jitters_are_applied_one_after_the_other() -> None:
+    """Each clamps to [0, 1], so two are not one with the product of the factors."""
+    views, images = Views(0, False, 0.9, MEAN, STD), pictures(50)
+    seen = views("train*3", images, seeded())
+    generator = seeded()
+    augment.random_offsets(images, 0, generator)
+    expected = images.float() / 255
+    for _ in range(3):
+        factor = augment.jitter_factors(images, 0.9, generator)
+        expected = (expected * factor[:, None, None, None]).clamp(0, 1)
+    torch.testing.assert_close(seen, (expected - views.mean) / views.std)
+    assert torch.equal(views("train*1", images, seeded()), views("train", images, seeded()))
+
+
 def test_strong_view_is_its_steps_in_order() -> None:
     images = pictures(16, h=8, w=8)
     generator = seeded(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,24 @@ def test_maps_do_not_change_if_scale_is_one(few: Dataset, tmp_path: Path, monkey
     given = quick("pass", "ivt", ivt={"interval": 1}, engine="graph", precision="bf16", tasks=2, **{"pass": own})
     assert finish(make_run(few, tmp_path, {**given, "base_classes": 2}))["engine"]["notices"] == []
     assert before
+
+
+@pytest.mark.parametrize("method", ["podnet", "pass"])
+def test_last_batch_is_captured(method: str, few: Dataset, tmp_path: Path) -> None:
+    """A second graph. The first epochs have the losses of an eager run."""
+    losses = {}
+    for engine in ("eager", "graph"):
+        given = quick(method, "ivt", engine=engine, precision="fp32", last_batch="keep", device="cuda")
+        run = make_run(few, tmp_path / engine, given)
+        loops = [run.loop for event in run.events() if isinstance(event, ev.StageStarted)]
+        captured = [bool(loop.last_replays) for loop in loops if loop is not None and loop.last_batch]
+        assert captured == [engine == "graph"] * len(captured) != []
+        record = json.loads(run.record_path.read_text())
+        assert record["engine"]["notices"] == []
+        losses[engine] = record["losses"]
+    for one, other in zip(losses["eager"][:2], losses["graph"][:2], strict=True):
+        for term, values in one["terms"].items():
+            assert values[0] == pytest.approx(other["terms"][term][0], rel=0.02, abs=1e-3), (one["stage"], term)
 
 
 @pytest.mark.parametrize(("share", "grows"), [(-1.0, False), (1.0, True)])

@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "finetune": quick("finetune", finetune=STILL),
     "podnet+ivt": quick("podnet", "ivt", podnet=STILL),
     "ewc": quick("ewc", ewc=STILL),
+    "last batch": quick("replay", "ivt", replay=STILL, last_batch="keep"),  # of 16, 22 and 28 images
     "ivt measured": quick("replay", "ivt", replay=STILL, ivt={"first_fisher": "sample", "batchnorm": "recalibrate"}),
     # (With seed 0, rounding decides whether a unit next to its ReLU's kink has a gradient.)
     "ivt maps": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "map"}, seed=1),

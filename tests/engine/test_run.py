@@ -56,7 +56,7 @@ def test_every_epoch_shuffles_rows_differently(few: Dataset, tmp_path: Path, mon
 
 
 def test_logged_term_is_the_mean_over_the_steps() -> None:
-    history = LossHistory(0, torch.tensor([[1.0, 2.0], [3.0, 6.0]]), None)
+    history = LossHistory(0, torch.tensor([[1.0, 2.0], [3.0, 6.0]]), 1.0, None)
     assert mean_terms(history, ["a", "b"], "", str) == {"a": 2.0, "b": 4.0}
 
 

@@ -104,7 +104,10 @@ def test_record_of_a_named_data_set_contains_its_class_list(tmp_path: Path) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", ["padded", "resized"])
 def test_captured_streamed_run_trains_like_a_resident_one(store: Path, large: Path, tmp_path: Path, shape: str) -> None:
-    """Up to rounding, since kernels sum in any order. A late or repeated batch would change all digits."""
+    """Up to rounding, since kernels sum in any order. A late or repeated batch would change all digits.
+
+    Rounding may choose another exemplar, and there are two per class: later stages differ by more.
+    """
     given = quick("podnet", "ivt", engine="graph", precision="fp32", podnet={"batch_size": 8, "memory": 2})
     if shape == "resized":
         given |= {"base_classes": 2, "tasks": 1, "image_size": 24}
@@ -112,6 +115,7 @@ def test_captured_streamed_run_trains_like_a_resident_one(store: Path, large: Pa
     records = {name: finish(one) for name, one in runs.items()}
     assert all(record["engine"]["notices"] == [] for record in records.values())
     assert isinstance(runs["streamed"].parts.world.train, StreamedSource)
-    for one, other in zip(*(record["losses"] for record in records.values()), strict=True):
+    for number, (one, other) in enumerate(zip(*(record["losses"] for record in records.values()), strict=True)):
+        within = 0.02 if number < 2 else 0.15
         for term, values in one["terms"].items():
-            assert values[0] == pytest.approx(other["terms"][term][0], rel=0.02, abs=1e-3), (one["stage"], term)
+            assert values[0] == pytest.approx(other["terms"][term][0], rel=within, abs=1e-3), (one["stage"], term)

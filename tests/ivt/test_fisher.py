@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from incvec.ivt.fisher import BatchFisher
+from incvec.ivt.fisher import BatchFisher, add_flat_squares_
 from incvec.ivt.names import float_parameters, kernel_names
 
 from .loops import TORCH
@@ -133,3 +133,25 @@ def test_ratios_of_squares_survive_tiny_and_huge_gradients(size: float) -> None:
     small, large = fisher.sums["p"].tolist()
     assert large / small == pytest.approx(9, rel=1e-6 if size > 1e-28 else 0.1)
     assert small == pytest.approx(size**2 * 2.0**64, rel=1e-6 if size > 1e-28 else 0.1)
+
+
+def test_the_way_of_captured_steps_gives_the_same_bits() -> None:
+    """Sums that lie next to each other, in the parameters' memory formats, as a captured step adds to them."""
+    torch.manual_seed(0)
+    parameters = {
+        "a": torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last), "b": torch.randn(5), "c": torch.randn(2, 7),
+    }  # fmt: skip
+    fisher, other = BatchFisher(parameters), BatchFisher(parameters)
+    gradients = [{name: torch.randn_like(p) for name, p in parameters.items()} for _ in range(3)]
+    for number, each in enumerate(gradients):
+        fisher.accumulate(each.items())
+        if number == 0:
+            other.accumulate(each.items())
+            (names,) = other._flat
+        else:
+            add_flat_squares_(other._flat[names], [each[name] for name in names])
+    for name, total in fisher.sums.items():
+        assert torch.equal(total, other.sums[name]), name
+        assert total.stride() == parameters[name].stride()
+    one, two = (fisher.sums[name].untyped_storage().data_ptr() for name in "ac")
+    assert one == two

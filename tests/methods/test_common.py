@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -46,3 +47,14 @@ def test_class_means_include_mirrored_images(few: Dataset, tmp_path: Path) -> No
         torch.testing.assert_close(method.store["means"][label], F.normalize(plain + mirrored, dim=0))
         alone = F.normalize(extract_features(method.model, method.world, rows), dim=1).mean(0)
         assert not torch.allclose(method.store["means"][label], F.normalize(alone, dim=0), rtol=1e-3, atol=1e-4)
+
+
+def test_backbone_rate_applies_to_increments(few: Dataset, tmp_path: Path) -> None:
+    """CoFiMA's recipe: the backbone a hundred times slower than the new rows; the base task as usual."""
+    options = {"backbone_rate": 0.01, "lr": 0.1, "loss_over": "new"}
+    method = trained(Finetune, few, tmp_path, **options)
+    groups = [method.stages(task)[0].groups for task in method.world.tasks[:2]]
+    assert [[(group.prefixes, group.lr) for group in each] for each in groups] == [
+        [(("model", "auxiliary"), 0.1)],
+        [(("model.backbone",), pytest.approx(0.001)), (("model.head.blocks.1", "auxiliary"), 0.1)],
+    ]

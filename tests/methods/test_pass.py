@@ -56,6 +56,35 @@ def test_increment_loss(few: Dataset, tmp_path: Path) -> None:
     assert terms["prototypes"].item() == pytest.approx(10 * replayed, rel=1e-4)
 
 
+def test_second_pass_updates_running_statistics_twice(few: Dataset, tmp_path: Path) -> None:
+    """With the same losses: r + (1 - 0.9^2) (b - r) instead of r + 0.1 (b - r)."""
+    method = in_task(PASS, few, tmp_path).train()
+    batch = method.world.train.fetch(method.rows_of([2, 3])[::16], None, ("test",))
+    buffer = next(b for name, b in method.model.named_buffers() if name.endswith("running_mean"))
+    before = buffer.clone()
+    losses, updates = [], []
+    for second in (False, True):
+        method.options = method.options.model_copy(update={"second_pass": second})
+        buffer.copy_(before)
+        method.world.generator.manual_seed(3)
+        losses.append({name: term.item() for name, term in method.loss(batch).items()})
+        updates.append(buffer - before)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    torch.testing.assert_close(updates[1], 1.9 * updates[0])
+
+
+def test_pycil_variant(few: Dataset, tmp_path: Path) -> None:
+    """Biases of new rows start at zero, and prototypes are drawn by the ratio of old to new classes."""
+    run = make_run(few, tmp_path, quick("pass", tasks=4, **{"pass": {"head_init": "kaiming", "draws": "ratio"}}))
+    finish(run)
+    method = run.parts.method
+    assert isinstance(method, PASS)
+    assert len(method.draw_prototypes(8)[0]) == 8 * 5  # five old classes, one new
+    block = method.model.head.grow(2, method.world.generator)
+    assert block.bias is not None
+    assert not block.bias.any()
+
+
 def test_class_statistics_are_not_trained(few: Dataset, tmp_path: Path) -> None:
     run = make_run(few, tmp_path, quick("pass"))
     finish(run)

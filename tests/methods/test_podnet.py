@@ -13,7 +13,7 @@ from incvec.contracts import Optimizer
 from incvec.data import Dataset
 from incvec.engine.run import finish
 from incvec.methods.podnet import PODNet, nca_loss, pod_flat, pod_spatial
-from tests.conftest import make_run
+from tests.conftest import make_run, quick
 from tests.methods.tools import after_task, in_task, randn, some_batch
 
 
@@ -133,6 +133,15 @@ def test_balanced_stage_settings(few: Dataset, tmp_path: Path) -> None:
     assert (balance.role, balance.epochs, balance.batch_size) == ("balance", 4, 32)
     assert balance.optimizer == main.optimizer == Optimizer("sgd", momentum=0.8)
     assert (balance.batchnorm, balance.views) == ("train", ("train",))
+
+
+def test_jitters_accumulate_over_the_tasks(few: Dataset, tmp_path: Path) -> None:
+    """The base task has one, the second increment three; in the balanced stage, too."""
+    for choice, expected in (("one", ["train"] * 5), ("accumulate", ["train", *["train*2"] * 2, *["train*3"] * 2])):
+        run = make_run(few, tmp_path / choice, quick("podnet", podnet={"jitters": choice}))
+        finish(run)
+        stages = [stage for task in run.parts.tasks for stage in run.parts.method.stages(task)]
+        assert [view for stage in stages for view in stage.views] == expected
 
 
 def test_parameters_of_each_stage(few: Dataset, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_sweep_of_a_setting_includes_the_preset() -> None:
 def test_interval_sweep_shows_the_host_and_ivt_at_the_end_only() -> None:
     records = {name: record for name, record in study().items() if name.startswith(("podnet-0", "podnet+ivt", "int"))}
     records["end"] = sample("podnet", "ivt", fall=3.9, ivt={"interval": None})
-    records["stages"] = sample("podnet", "ivt", fall=3.7, ivt={"stages": ["main", "balance"]})
+    records["stages"] = sample("podnet", "ivt", fall=3.7, ivt={"fisher_loss": "own"})
     groups = group_runs(runs_of(records))
     chart = {chart.slug: chart for chart in charts.sweep_charts(groups)}["cifar100-5-ivt-interval-LA"]
     assert chart.lines[0].x == (1, 5, 10, 40)
@@ -84,16 +84,16 @@ def test_interval_sweep_shows_the_host_and_ivt_at_the_end_only() -> None:
         ("PODNet + IVT, only at the end", (records["end"]["metrics"]["LA"],)),
     ]
     (bars,) = charts.settings_charts(groups)
-    assert [bar.label for bar in bars.bars] == ["ivt.stages=[main, balance]"]  # the interval is not shown twice
+    assert [bar.label for bar in bars.bars] == ["ivt.fisher_loss=own"]  # the interval is not shown twice
     figures.draw_chart(chart)
 
 
 def test_settings_are_differences_from_the_preset() -> None:
     records = {"a": sample("podnet", "ivt"), "b": sample("podnet", "ivt", seed=1)}
-    records["c"] = sample("podnet", "ivt", fall=3.0, ivt={"stages": ["main", "balance"]})
+    records["c"] = sample("podnet", "ivt", fall=3.0, ivt={"fisher_loss": "own"})
     records["d"] = sample("podnet", "ivt", fall=3.5, ivt={"interval": 20})
     (chart,) = charts.settings_charts(group_runs(runs_of(records)))
-    assert [bar.label for bar in chart.bars] == ["ivt.stages=[main, balance]"]
+    assert [bar.label for bar in chart.bars] == ["ivt.fisher_loss=own"]
     assert chart.bars[0].value == records["c"]["metrics"]["LA"] - records["a"]["metrics"]["LA"]
     assert chart.bars[0].error is None
     del records["c"]  # numbers are drawn as a line

@@ -92,7 +92,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     long = {"start": "runs/cifar100-podnet-5-s0/snapshots/task-00.safetensors", "base_classes": 40}
     begun = {
         "begun": samples.sample(
-            "podnet", "ivt", fall=3.3, ivt={"batchnorm": "interpolate", "stages": ["main", "balance"]}, **long
+            "podnet", "ivt", fall=3.3, ivt={"batchnorm": "recalibrate", "optimizer_state": "reset"}, **long
         )
     }
     runs = load_runs([samples.write(folder / "runs", samples.study() | begun)])

@@ -17,8 +17,6 @@ new`.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 from torch import Tensor
 
@@ -28,7 +26,6 @@ from incvec.addons.merging import FisherReplace, MergeOptions, weight_share
 class CoFiMAOptions(MergeOptions):
     alpha: float = Field(0.4, ge=0, le=1, description="weight of the new model")
     clip: float | None = Field(1e-4, gt=0, description="upper bound of F; null: no bound")
-    buffers: Literal["average", "new"] = "average"
 
 
 class CoFiMA(FisherReplace):

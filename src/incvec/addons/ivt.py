@@ -72,6 +72,7 @@ class IVTAddOn(AddOn):
             memory=options.memory,
             probe=lambda: world.probe(INPUT_BATCHES),
         )
+        self.plugin.silence("idle")  # `notice` says it before training
         self.statistics_before: dict[
             str, Tensor
         ] = {}  # during the Fisher pass; never saved, since the pass has one epoch

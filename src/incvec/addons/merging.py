@@ -142,14 +142,17 @@ class FisherPass(AddOn):
 
 class MergeOptions(Options):
     clip: float | None = Field(None, gt=0, description="upper bound of F; null: no bound")
-    buffers: Literal["average", "new"] = Field("average", description="BatchNorm statistics: merged, or the task's")
+    buffers: Literal["average", "new", "anchor"] = Field(
+        "average", description="BatchNorm statistics: merged, the task's, or those from before the task"
+    )
 
 
 class FisherReplace(FisherPass):
     """Merges the task's weights with the weights at the beginning of the task, as far as these have an F.
 
     New parameters (the rows of new classes) stay as trained. Buffers have no gradient. With `buffers="average"` they
-    count as F = 1, so BatchNorm statistics become a plain weighted mean; with `"new"` they stay as trained.
+    count as F = 1, so BatchNorm statistics become a plain weighted mean; with `"new"` they stay as trained; with
+    `"anchor"` they are those from the beginning of the task.
     """
 
     options: MergeOptions
@@ -194,6 +197,8 @@ class FisherReplace(FisherPass):
                 tensor.copy_(merge(self.anchor[name], tensor, share))
                 total += share.expand_as(tensor).sum()
                 size += tensor.numel()
+            elif self.options.buffers == "anchor" and name in self.anchor and name not in fisher:
+                tensor.copy_(self.anchor[name])
         self.share = total / max(size, 1)
         self.fisher = {name: self.accumulate_fisher(self.fisher.get(name), new) for name, new in fisher.items()}
         self.anchor = {}

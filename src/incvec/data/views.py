@@ -28,6 +28,7 @@ class Views:
     """The views of one data set, by name.
 
     - `train`: padded random crop, flip (if the data set allows it), brightness jitter, normalize;
+    - `train*3`: the same with three brightness jitters, one after the other;
     - `test`: normalize;
     - `strong`: FCS's second view: resized crop, gray with probability 0.2, color jitter of 0.4, flip (if the data set
       allows it), normalize;
@@ -65,6 +66,7 @@ class Views:
 
     def __call__(self, name: str, images: Tensor, generator: Generator | None = None) -> Tensor:
         """The view of uint8 images [B, C, H, W] as floats; `generator` may be None for views without randomness."""
+        name, _, jitters = name.partition("*") if name.startswith("train*") else (name, "", "1")
         if name not in NAMES:
             raise ConfigError(f"unknown view {name!r}.{nearest(name, NAMES)} Known views: {', '.join(NAMES)}.")
         if name in RANDOM and generator is None:
@@ -72,7 +74,7 @@ class Views:
         if self.size is not None:
             images = resize_on_device(images, self.size, len(self.mean))
         if name == "train" and generator is not None:
-            return self._train(images, generator)
+            return self._train(images, generator, int(jitters))
         if name == "strong" and generator is not None:
             return self._strong(images, generator)
         pixels = self._test_pixels(images)
@@ -84,12 +86,17 @@ class Views:
         """What test views show of the images, in [0, 1]."""
         return to_float(images)
 
-    def _train(self, images: Tensor, generator: Generator) -> Tensor:
+    def _factors(self, images: Tensor, generator: Generator, jitters: int) -> tuple[Tensor, ...]:
+        """The factors of each brightness jitter."""
+        count = jitters if self.brightness else 0
+        return tuple(augment.jitter_factors(images, self.brightness, generator) for _ in range(count))
+
+    def _train(self, images: Tensor, generator: Generator, jitters: int) -> Tensor:
         """All draws first, then the pixels, which are one kernel inside a captured step."""
         top, left = augment.random_offsets(images, self.pad, generator)
         flipped = augment.bernoulli(images, 0.5, generator) if self.flip else None
-        factor = augment.jitter_factors(images, self.brightness, generator) if self.brightness else None
-        return _padded_crop(images, top, left, flipped, factor, self.mean, self.std, self.channels_last)
+        factors = self._factors(images, generator, jitters)
+        return _padded_crop(images, top, left, flipped, factors, self.mean, self.std, self.channels_last)
 
     def _strong(self, images: Tensor, generator: Generator) -> Tensor:
         return self._strong_colors(augment.random_resized_crop(to_float(images), generator), generator)
@@ -130,12 +137,12 @@ class ResizedViews(Views):
         start, extent = self.box[:1].expand(len(images)), self.box[1:].expand(len(images))
         return resize_boxes(images, (start, start, extent, extent), self.side) / 255
 
-    def _train(self, images: Tensor, generator: Generator) -> Tensor:
+    def _train(self, images: Tensor, generator: Generator, jitters: int) -> Tensor:
         box = augment.draw_boxes(images, generator, scale=(0.08, 1.0))
         flipped = augment.bernoulli(images, 0.5, generator) if self.flip else None
-        factor = augment.jitter_factors(images, self.brightness, generator) if self.brightness else None
+        factors = self._factors(images, generator, jitters)
         pixels = resize_boxes(images, box, self.side, flipped)
-        return _finish_resized(pixels, factor, self.mean, self.std, self.channels_last)
+        return _finish_resized(pixels, factors, self.mean, self.std, self.channels_last)
 
     def _strong(self, images: Tensor, generator: Generator) -> Tensor:
         box = augment.draw_boxes(images, generator, scale=(0.2, 1.0))
@@ -148,7 +155,7 @@ def _padded_crop(
     top: Tensor,
     left: Tensor,
     flipped: Tensor | None,
-    factor: Tensor | None,
+    factors: tuple[Tensor, ...],
     mean: Tensor,
     std: Tensor,
     channels_last: bool,
@@ -156,18 +163,20 @@ def _padded_crop(
     """Crop, flip, brightness and normalization in one kernel."""
     if flipped is None:
         flipped = torch.zeros_like(top, dtype=torch.bool)
-    return _finish(augment.crop_and_flip(images, top, left, flipped), factor, mean, std, channels_last)
+    return _finish(augment.crop_and_flip(images, top, left, flipped), factors, mean, std, channels_last)
 
 
 @fused
-def _finish_resized(pixels: Tensor, factor: Tensor | None, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
-    return _finish(pixels, factor, mean, std, channels_last)
+def _finish_resized(
+    pixels: Tensor, factors: tuple[Tensor, ...], mean: Tensor, std: Tensor, channels_last: bool
+) -> Tensor:
+    return _finish(pixels, factors, mean, std, channels_last)
 
 
-def _finish(pixels: Tensor, factor: Tensor | None, mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
+def _finish(pixels: Tensor, factors: tuple[Tensor, ...], mean: Tensor, std: Tensor, channels_last: bool) -> Tensor:
     """Brightness and normalization of pixels from 0 to 255."""
     pixels = to_float(pixels)
-    if factor is not None:
+    for factor in factors:
         pixels = augment.adjust_brightness(pixels, factor)
     pixels = normalize(pixels, mean, std)
     return pixels.contiguous(memory_format=torch.channels_last) if channels_last else pixels

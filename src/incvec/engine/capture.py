@@ -78,20 +78,30 @@ def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def capture_step(loop: StageLoop, live: Mapping[str, Tensor], compiled: bool) -> None:
-    """Add the captured step to `loop.replays`.
+    """Add the captured step to `loop.replays`, and that of the last, smaller batch to `loop.last_replays`.
+
+    The last batch has another size in every task, so its step is captured without compilation.
+    """
+    with fusing(compiled):
+        loop.replays[loop.own] = _capture(loop, live, loop.step, 0)
+    if loop.last_batch:
+        loop.last_replays[loop.own] = _capture(loop, live, loop.last_step, loop.full_steps)
+
+
+def _capture(loop: StageLoop, live: Mapping[str, Tensor], step: Callable[[], None], number: int) -> Callable[[], None]:
+    """Capture the step with this number.
 
     The warm-up steps compile kernels and select algorithms. They also change weights, statistics and optimizer
     state, so everything in `live` is restored afterwards.
     """
-    with fusing(compiled):
-        try:
-            with restored(live.values()):
-                for _ in range(WARMUP_STEPS):
-                    loop.cursor.zero_()
-                    loop.step()
-        finally:
-            loop.cursor.zero_()
-        loop.replays[loop.own] = capture_graph(loop.step, [loop.world.generator, loop.views_generator], warmup=0)
+    try:
+        with restored(live.values()):
+            for _ in range(WARMUP_STEPS):
+                loop.cursor.fill_(number)
+                step()
+    finally:
+        loop.cursor.zero_()
+    return capture_graph(step, [loop.world.generator, loop.views_generator], warmup=0)
 
 
 def capture_with_fallback(
@@ -147,6 +157,7 @@ def capture_with_fallback(
 def discard_capture(loop: StageLoop) -> None:
     """Remove what a failed capture leaves behind: gradients in its memory, and generators that it made unusable."""
     loop.replays.clear()
+    loop.last_replays.clear()
     loop.world.generator = torch.Generator(loop.world.device)
     loop.views_generator = torch.Generator(loop.world.device)
     for parameter in loop.parameters.values():

@@ -24,6 +24,7 @@ from incvec.engine.build import RunParts, grow
 from incvec.engine.code_version import code_version
 from incvec.engine.loop import StageLoop
 from incvec.errors import CheckpointError
+from incvec.presets import complete_settings
 
 SAVE_INTERVAL = 20  # in durations of the last write: at most 5 % of the time is spent on saving
 
@@ -157,7 +158,7 @@ def copy_weights(title: str, live: Mapping[str, Tensor], saved: Mapping[str, Ten
 
 
 def check_config(config: RunConfig, saved: Mapping[str, Any], path: Path) -> None:
-    rows = differences(config.resolved(), saved)
+    rows = differences(config.resolved(), complete_settings(saved))
     if rows:
         raise CheckpointError(
             f"{path} belongs to another configuration ({'; '.join(rows[:6])}). Choose another --out, or "
@@ -256,7 +257,7 @@ def is_own_base(config: RunConfig, parts: RunParts, meta: Mapping[str, Any]) -> 
 
     The code may have changed in between. The record contains the code version of the snapshot.
     """
-    other, own = meta["config"], config.resolved()
+    other, own = complete_settings(meta["config"]), config.resolved()
     irrelevant = {"addons", "oracle", "tasks", "start", "device", "engine", "stop_after", "snapshots"}
     same_config = {k: v for k, v in own.items() if k not in irrelevant} == {
         k: v for k, v in other.items() if k not in irrelevant

@@ -20,13 +20,17 @@ from incvec.engine.optimizer import make_optimizer, select_parameters
 from incvec.errors import ConfigError, TrainingError
 from incvec.ivt.fisher import BatchFisher
 
+LAST_BATCH_ROLES = ("main", "balance", "path")  # alignment draws its features, measuring passes weight steps equally
+MIN_LAST_ROWS = 2  # per process: BatchNorm has no variance of a single image
 PROBE_BYTES = 1 << 28  # limit for the images of a probe, as float32 at the stored size; at least one batch is used
 
 
 class StageLoop:
     """Steps and epochs of one stage on the given rows, and their state.
 
-    `collect_fisher` accumulates the diagonal batch Fisher of each epoch in `fisher`.
+    `collect_fisher` accumulates the diagonal batch Fisher of each epoch in `fisher`. With `keep_last` the rows that do
+    not fill a batch are one more step, `last_step`, in the stages that train on images. Rows that the processes cannot
+    share equally are dropped, and all of them if a process would have fewer than `MIN_LAST_ROWS`.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class StageLoop:
         rows: Tensor,
         distributed: Distributed = SINGLE_PROCESS,
         collect_fisher: bool = False,
+        keep_last: bool = False,
     ) -> None:
         self.method, self.addons, self.world, self.stage, self.rows = method, addons, world, stage, rows
         self.distributed = distributed
@@ -46,10 +51,16 @@ class StageLoop:
         self.batch = min(stage.batch_size, len(rows))
         if self.sharded:
             self.batch -= self.batch % distributed.world_size
-        self.steps = len(rows) // self.batch if self.batch else 0
+        self.full_steps = self.steps = len(rows) // self.batch if self.batch else 0
         if self.steps == 0:
             needed = f"; each of {distributed.world_size} processes needs at least one" if self.sharded else ""
             raise ConfigError(f"stage {stage.name!r} of {method.name} has {len(rows)} rows to train on{needed}.")
+        self.last_batch = 0  # rows of the last, smaller batch over all processes
+        if keep_last and stage.optimizer is not None and stage.role in LAST_BATCH_ROLES:
+            processes = distributed.world_size
+            share = len(rows) % self.batch // processes
+            self.last_batch = share * processes if share >= MIN_LAST_ROWS else 0
+            self.steps += self.last_batch > 0
         device = world.device
         self.param_groups = select_parameters(stage, method, addons)
         self.parameters = {name: p for group in self.param_groups for name, p in group.items()}
@@ -61,25 +72,38 @@ class StageLoop:
         self.streamed = source if isinstance(source, Streamed) else None
         self.fetch = source.fetch if self.streamed is None else self.streamed.staged
         self.loss: Callable[..., Mapping[str, Tensor]] = stage.loss or method.loss
-        self.order = rows[: self.steps * self.batch].clone()
+        self.order = rows[: self.full_steps * self.batch + self.last_batch].clone()
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
-        self.rank_indices = torch.arange(self.batch, device=device)
-        if self.sharded:
-            self.rank_indices = self.rank_indices[distributed.slice(self.batch)]
+        self.rank_indices = self._rank_indices(self.batch)
+        self.last_indices = self._rank_indices(self.last_batch)
+        self.queued = 0  # steps of the epoch
         self.terms: list[str] = []
         self.history = torch.zeros(0, device=device)
         self.views_generator = torch.Generator(device)
         self.own = False  # whether steps of this epoch also compute the gradients of the method's own terms
         self.replays: dict[bool, Callable[[], None]] = {}  # captured steps, by `own`
+        self.last_replays: dict[bool, Callable[[], None]] = {}  # those of the last, smaller batch
         self.attempted: set[bool] = set()  # those that a capture was attempted for
         self.probes = 0  # calls of `probe` so far
         self.sync_batchnorm = False
+
+    def _rank_indices(self, batch: int) -> Tensor:
+        """Positions within a global batch that this process trains on."""
+        indices = torch.arange(batch, device=self.world.device)
+        return indices[self.distributed.slice(batch)] if self.sharded else indices
 
     # The step -------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Fetch, forward, backward, gradient transforms, add-ons, optimizer: static tensor code throughout."""
-        rows = self.order.index_select(0, self.cursor * self.batch + self.rank_indices)
+        self._step(self.rank_indices)
+
+    def last_step(self) -> None:
+        """The same on the rows that do not fill a batch."""
+        self._step(self.last_indices)
+
+    def _step(self, indices: Tensor) -> None:
+        rows = self.order.index_select(0, self.cursor * self.batch + indices)
         batch = self.fetch(rows, self.views_generator, self.stage.views)
         with torch.set_grad_enabled(bool(self.parameters)), self.world.autocast():
             terms = self.loss(batch)
@@ -107,10 +131,11 @@ class StageLoop:
         missing = [name for name in self.method.own_terms if name not in terms]
         if missing or not self.method.own_terms:
             raise ConfigError(
-                f"the loss of {self.method.name} with these settings has the terms {', '.join(terms)}, none of which is "
-                "that of the task's own samples alone. Use ivt.fisher_loss=whole."
+                f"the loss of {self.method.name} with these settings has the terms {', '.join(terms)}; none is that of "
+                "the task's own samples alone. Use ivt.fisher_loss=whole."
             )
-        self._set_gradients(torch.stack([terms[name].float() for name in self.method.own_terms]).sum(), keep_graph=True)
+        own = torch.stack([terms[name].float() for name in self.method.own_terms]).sum()
+        self._set_gradients(own, keep_graph=True)
         for addon in self.addons:
             if addon.uses_own_gradients(self.stage):
                 addon.own_gradients(self.stage, self.parameters)
@@ -151,8 +176,10 @@ class StageLoop:
         shuffled = torch.randperm(len(self.rows), generator=shuffle, device=self.rows.device)
         self.order.copy_(self.rows[shuffled[: len(self.order)]])
         self.cursor.zero_()
+        self.queued = 0
         if self.streamed is not None:
-            self.streamed.ahead(self.order.view(self.steps, self.batch)[:, self.rank_indices])
+            full, last = self.order.split([self.full_steps * self.batch, self.last_batch])
+            self.streamed.ahead(full.view(-1, self.batch)[:, self.rank_indices], last[self.last_indices])
         if self.optimizer is not None:
             for group, lr in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
                 group["lr"].fill_(self.factors[epoch] * lr)
@@ -163,7 +190,11 @@ class StageLoop:
         """Queue the epoch's next step on the device."""
         if self.streamed is not None:
             self.streamed.next()
-        self.replays.get(self.own, self.step)()
+        if self.last_batch and self.queued == self.full_steps:
+            self.last_replays.get(self.own, self.last_step)()
+        else:
+            self.replays.get(self.own, self.step)()
+        self.queued += 1
 
     def prepare_addons(self, task: Task, epoch: int) -> None:
         """Let the add-ons begin an epoch (counted from 0), and find out which gradients they use in it."""

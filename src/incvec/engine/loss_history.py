@@ -21,6 +21,7 @@ class LossHistory:
 
     epoch: int
     values: Tensor  # [steps, terms]
+    last_weight: float  # of the last step, which may have a smaller batch than the others
     copied: Any  # the CUDA event of the copy; None if nothing had to be copied
 
     def arrived(self) -> bool:
@@ -30,19 +31,23 @@ class LossHistory:
 def fetch_history(loop: StageLoop, epoch: int) -> LossHistory:
     """Queue a copy of the epoch's loss terms, averaged over all processes. Does not wait for it."""
     loop.distributed.mean_([loop.history])
+    last_weight = loop.last_batch / loop.batch if loop.last_batch else 1.0
     if loop.history.device.type != "cuda":
-        return LossHistory(epoch, loop.history.clone(), None)
+        return LossHistory(epoch, loop.history.clone(), last_weight, None)
     host = torch.empty(loop.history.shape, pin_memory=True)
     host.copy_(loop.history, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
-    return LossHistory(epoch, host, copied)
+    return LossHistory(epoch, host, last_weight, copied)
 
 
 def mean_terms(
     history: LossHistory, names: Sequence[str], where: str, last_checkpoint: Callable[[], str]
 ) -> dict[str, float]:
-    """The epoch's mean of each term. Raises if a value is not finite, naming the first one and the last checkpoint."""
+    """The epoch's mean of each term over its images.
+
+    Raises if a value is not finite, naming the first one and the last checkpoint.
+    """
     values = history.values
     bad = (~values.isfinite()).nonzero()
     if len(bad):
@@ -51,7 +56,13 @@ def mean_terms(
             f"loss term {names[term]!r} became {values[step, term].item()} in {where}, epoch {history.epoch + 1}, "
             f"step {step + 1}; {last_checkpoint()}. A smaller learning rate or --set precision=fp32 may help."
         )
-    return dict(zip(names, values.mean(0).tolist(), strict=True))
+    if history.last_weight == 1.0:
+        means = values.mean(0)
+    else:
+        weights = torch.ones(len(values), 1)
+        weights[-1] = history.last_weight
+        means = (weights * values).sum(0) / weights.sum()
+    return dict(zip(names, means.tolist(), strict=True))
 
 
 def check_weights(parameters: Mapping[str, nn.Parameter], task: Task, stage: Stage) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,8 @@ from incvec.data import Dataset
 from incvec.engine.build import RunParts
 from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
+
+ALL_EPOCHS, EVERY = 20, 5  # longer stages are recorded with the losses of every fifth epoch
 
 
 @dataclass
@@ -92,7 +96,7 @@ def make_record(
         "config": settings,
         "seconds": seconds,
         "task_seconds": progress.task_seconds,
-        "losses": progress.losses,
+        "losses": [thin_losses(row) for row in progress.losses],
         "statistics": progress.statistics,
         "base": progress.base,
         "engine": {
@@ -105,3 +109,31 @@ def make_record(
         "data_fingerprint": dataset.fingerprint,
         "data": dict(dataset.about),
     }
+
+
+def thin_losses(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `losses` with the first, every fifth and the last epoch of a long stage, listed in `epochs`.
+
+    The losses of all epochs would be most of a record.
+    """
+    count = max((len(values) for values in row["terms"].values()), default=0)
+    if count <= ALL_EPOCHS or "epochs" in row:
+        return dict(row)
+    epochs = [epoch for epoch in range(1, count + 1) if epoch in (1, count) or epoch % EVERY == 0]
+    terms = {name: [values[epoch - 1] for epoch in epochs] for name, values in row["terms"].items()}
+    return {**row, "epochs": epochs, "terms": terms}
+
+
+def format_record(value: Any, indent: int = 0) -> str:
+    """JSON for people and for version control: one line per list of numbers and per mapping of single values."""
+    if not isinstance(value, dict | list) or not any(isinstance(item, dict | list) for item in _items(value)):
+        return json.dumps(value, separators=(",", ":") if isinstance(value, list) else None)
+    start, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
+    if isinstance(value, list):
+        return "[" + ",".join(inner + format_record(item, indent + 1) for item in value) + start + "]"
+    rows = (f"{inner}{json.dumps(key)}: {format_record(item, indent + 1)}" for key, item in value.items())
+    return "{" + ",".join(rows) + start + "}"
+
+
+def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value

@@ -8,7 +8,6 @@ the same bits as an uninterrupted run.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ from incvec.engine.device_errors import gpu_problem, translate_device_errors
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 from incvec.engine.loop import StageLoop
 from incvec.engine.optimizer import check_learning_rates
-from incvec.engine.record import Progress, accuracy_matrix, make_record
+from incvec.engine.record import Progress, accuracy_matrix, format_record, make_record
 from incvec.engine.shared_bases import BaseFile, base_key
 from incvec.engine.stage import train_stage
 from incvec.engine.state import RunState
@@ -191,7 +190,7 @@ class Run:
         record = make_record(self.config, self.dataset, state.parts, state.progress, state.seconds())
         self._saver.wait()
         if self.distributed.is_main:
-            write_bytes(self.record_path, (json.dumps(record, indent=1) + "\n").encode())
+            write_bytes(self.record_path, (format_record(record) + "\n").encode())
             self.checkpoint_path.unlink(missing_ok=True)
         self.distributed.barrier()
         return ev.Finished(record, str(self.record_path))

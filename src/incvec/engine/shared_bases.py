@@ -36,6 +36,8 @@ def base_key(config: RunConfig, dataset: Dataset, parts: RunParts, distributed: 
         "device": parts.world.device.type,
         "stages": [stage.describe() for stage in parts.method.stages(task)],
     }
+    if config.last_batch != "drop":
+        determinants["last_batch"] = config.last_batch
     if distributed.world_size > 1:
         determinants |= {"ranks": distributed.world_size, "sync_batchnorm": config.sync_batchnorm}
     return digest(determinants)

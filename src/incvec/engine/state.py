@@ -55,7 +55,8 @@ class RunState:
         parts = self.parts
         collect_fisher = task.index == 0 and stage.role == "main"
         listeners = self.listeners(task, stage)
-        return StageLoop(parts.method, listeners, parts.world, stage, rows, self.distributed, collect_fisher)
+        keep_last = self.config.last_batch == "keep"
+        return StageLoop(parts.method, listeners, parts.world, stage, rows, self.distributed, collect_fisher, keep_last)
 
     def drop_loop(self) -> None:
         """Release the loop, with its captured graph and its optimizer state."""

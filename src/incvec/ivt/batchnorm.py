@@ -125,9 +125,9 @@ def observe(model: nn.Module, norms: Sequence[Any], probe: Probe) -> Observed:
             moments[norm] = input_moments(values)
 
     layers = [m for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear)) and m.bias is None]
-    with hooks([layer.register_forward_hook(after) for layer in layers]):
-        with hooks([norm.register_forward_pre_hook(before) for norm in norms]):
-            probe()
+    handles = [layer.register_forward_hook(after) for layer in layers]
+    with hooks([*handles, *(norm.register_forward_pre_hook(before) for norm in norms)]):
+        probe()
     used = list(layer_of.values())
     return Observed(moments, {norm: layer for norm, layer in layer_of.items() if used.count(layer) == 1})
 

@@ -77,7 +77,7 @@ class Core:
         gone = [name for name in lost if name not in self.parameters]
         if gone:
             warnings.warn(
-                f"the model no longer has {len(gone)} of the parameters of earlier tasks, for example {gone[0]!r}; their "
+                f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
                 "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
                 stacklevel=4,
             )
@@ -334,7 +334,7 @@ class Core:
         self.cumulative = {n: self._stored(n, v, self.cumulative) for n, v in saved.cumulative.items()}
         self.anchor = {n: self._stored(n, v, self.anchor) for n, v in saved.anchor.items()}
         live = running_statistics(self.model)
-        self.buffers = {n: v.to(live[n] if n in live else v, copy=True) for n, v in saved.buffers.items()}
+        self.buffers = {n: v.to(live.get(n, v), copy=True) for n, v in saved.buffers.items()}
         if not (in_task and saved.in_task):
             self.fisher = BatchFisher({}, self.kernels)
         self.fisher.allocate({name: self.parameters[name] for name in self.anchor})

@@ -219,7 +219,7 @@ def joined(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> tuple[tup
         flat = flat[1:]
     values, spec = flat[-1]
     if all(other_spec == spec for _, other_spec in flat):
-        columns = list(zip(*(values for values, _ in flat)))
+        columns = list(zip(*(values for values, _ in flat), strict=True))
         if all(_stackable(column) for column in columns):
             values = [torch.cat(column) if isinstance(column[-1], Tensor) else column[-1] for column in columns]
     result: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(values, spec)
@@ -250,7 +250,8 @@ def gradients_of(
     """Gradients of a scalar, averaged over the processes; `.grad` stays as it is."""
     if loss.dim() > 0:
         raise ValueError(f"expected a scalar loss, got shape {tuple(loss.shape)}: take its mean")
-    gradients = list(torch.autograd.grad(loss, parameters, retain_graph=keep_graph, allow_unused=True))
+    gradients: list[Tensor | None] = []
+    gradients += torch.autograd.grad(loss, parameters, retain_graph=keep_graph, allow_unused=True)
     group = process_group(model)
     if group is not None:
         count = torch.distributed.get_world_size(group)

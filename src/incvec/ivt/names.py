@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Predicate = Callable[[str, nn.Parameter], bool]
-Excluded = Union[str, nn.Module, Predicate]
+Excluded = Union[str, nn.Module, Predicate]  # noqa: UP007 (evaluated)
 Past = Mapping[str, str | Sequence[str] | None]
 
 _SHARDED = "sharded parameters (FSDP, DTensor)"

@@ -1,6 +1,6 @@
 """The plug-in: options, schedule, listening and state of Increment Vector Transformation.
 
-    ivt = IVT(model, interval=10, exclude=["fc"], batchnorm="layer")
+    ivt = IVT(model, interval=10, exclude=["head"], batchnorm="layer")
     for task in tasks:
         ...                                      # grow the model, make this task's optimizer
         ivt.begin_task(optimizer, epochs=160)    # anchor <- theta
@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -207,6 +207,10 @@ class IVT:
             self._warned.add(key)
             warnings.warn(text, stacklevel=stacklevel)
 
+    def silence(self, *matters: str) -> None:
+        """Do not warn about these matters, for a host that says them itself."""
+        self._warned.update(matters)
+
     def _require_task(self, call: str) -> None:
         if not self._in_task:
             raise RuntimeError(f"{call} outside a task: call begin_task() first")
@@ -359,7 +363,7 @@ class IVT:
             raise RuntimeError('collect() is for IVT(fisher_loss="own"); F comes from the optimizer\'s steps otherwise')
         parameters = [p for p in (self.core.parameters[name] for name in self.core.anchor) if p.requires_grad]
         gradients = gradients_of(self.model, loss, parameters)
-        self.core.accumulate(zip(parameters, gradients))
+        self.core.accumulate(zip(parameters, gradients, strict=True))
         self._seen = True
 
     def end_epoch(self) -> bool:
@@ -413,7 +417,8 @@ class IVT:
         self._require_task("teleport()")
         if self.fisher_loss == "own" and not self.core.fisher.seen and self._task > 1:
             self._warn("no F", "teleport() without an F_t in this task: call collect(loss) in the epochs before it")
-        probe, modes = self.probe, nullcontext()
+        probe: Probe | None = self.probe
+        modes: AbstractContextManager[None] = nullcontext()
         if self.core.layers and self._task > 1 and probe is None and batchnorm_layers(self.core.model):
             probe, modes = self._inputs.replay, self._inputs.training_modes()
             if not self._inputs:
@@ -446,7 +451,7 @@ class IVT:
         elif self._seen and not self.core.finalized:
             self._warn(
                 "steps after",
-                f"steps after the last end_epoch() of task {self._task}: F_t is taken over those alone. Call end_epoch() "
+                f"steps after the last end_epoch() of task {self._task}: F_t is taken over those alone. Call it "
                 "after every epoch, and train nothing between it and end_task()",
             )
         if self.batchnorm == "recalibrate":
@@ -493,7 +498,7 @@ class IVT:
         fisher = BatchFisher(trained, self.core.kernels)
         for batch in batches:
             gradients = gradients_of(self.model, loss(batch), list(trained.values()), keep_graph=False)
-            fisher.accumulate(zip(trained, gradients))
+            fisher.accumulate(zip(trained, gradients, strict=True))
         if not fisher.seen:
             raise ValueError("begin_with(): no batch gave a gradient")
         self.core.begin(trained)
@@ -557,9 +562,10 @@ class IVT:
         return self.core.state(self._task, self._epoch, self._in_task, self.epochs, self._grown)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Resume from a `state_dict`. Within a task the model must have grown to it, and `attach` replaces begin_task().
+        """Resume from a `state_dict`.
 
-        Between tasks go on with begin_task(). Buffers of the right shape are written in place, so a captured CUDA graph
+        Within a task the model must have grown to it, and `attach(optimizer)` comes in place of begin_task(). Between
+        tasks go on with begin_task(). Buffers of the right shape are written in place, so a captured CUDA graph
         stays valid.
         """
         saved = self.core.load(state, self._in_task)

@@ -21,8 +21,8 @@ _RENAMED = {"epoch_finalised": "epoch_finalized"}  # keys of states saved by ear
 class State:
     """`steps[i]` is the number of steps in the sum of the i-th name of `fisher`, in sorted order.
 
-    `cumulative` and `fisher` are multiplied by 2^exponent. `buffers` are BatchNorm's statistics at the anchor. The names
-    in `grown` are those of tensors that have grown since an earlier task; its values mean nothing.
+    `cumulative` and `fisher` are multiplied by 2^exponent. `buffers` are BatchNorm's statistics at the anchor. `grown`
+    has the names of tensors that have grown since an earlier task; its values mean nothing.
     """
 
     task: int = 0

@@ -10,7 +10,8 @@ all rows.)
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from incvec.config import Normalization, TrainOptions
-from incvec.contracts import Batch, Task, Terms
+from incvec.contracts import Batch, Stage, Task, Terms
 from incvec.methods.common import ImageMethod
 
 
@@ -26,6 +27,7 @@ class FinetuneOptions(TrainOptions):
     """ResNet-32 with a linear head, SGD with steps."""
 
     loss_over: Literal["seen", "new"] = Field("seen", description="classes in the softmax: all seen, or the task's own")
+    backbone_rate: float = Field(1.0, gt=0, description="the backbone's learning rate in increments, as a factor of lr")
 
 
 class ICaRLTrainingOptions(FinetuneOptions):
@@ -57,6 +59,15 @@ class Finetune(ImageMethod):
         if task.index == 0 or self.options.loss_over == "seen" or old_samples or self.trains_old_rows:
             return super().trained_parameters(task)
         return ("model.backbone", f"model.head.blocks.{task.index}", "auxiliary")
+
+    def main_stage(self, task: Task, **changes: Any) -> Stage:
+        stage, rate = super().main_stage(task, **changes), self.options.backbone_rate
+        if task.index == 0 or rate == 1:
+            return stage
+        (group,) = stage.groups
+        others = ("model.head" if name == "model" else name for name in group.prefixes if name != "model.backbone")
+        backbone = replace(group, prefixes=("model.backbone",), lr=rate * group.lr)
+        return stage.replace(groups=(backbone, replace(group, prefixes=tuple(others))))
 
     def loss(self, batch: Batch) -> Terms:
         return {"ce": self.cross_entropy(self.model(batch.images).logits, batch.labels)}

@@ -7,7 +7,9 @@ After an increment, the proxies alone are trained on the balanced exemplars.
 The authors' code differs from the paper, and we follow the code: the margin is subtracted from every class, so it
 cancels; and the target is excluded from the denominator by replacing its term with 1 (`nca="paper"` is eq. 5). The old
 proxies are frozen in the main stage. Both distillation terms are weighted with sqrt(classes seen / new classes).
-Exemplars are selected once, before the balanced stage.
+Exemplars are selected once, before the balanced stage. Their code inserts one more brightness jitter into a shared
+transform at every task, so that task t trains under t jitters, one after the other (`jitters="accumulate"`). This is
+probably a mistake, so the default is one.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class PODNetOptions(TrainOptions):
     lambda_flat: float = Field(1.0, ge=0)
     lambda_spatial: float = Field(3.0, ge=0)
     clamp: float = Field(5.0, gt=0, description="gradients are clamped elementwise to ± this")
+    jitters: Literal["one", "accumulate"] = Field("one", description="brightness jitters: one, or as many as tasks")
     balance_epochs: int = Field(20, ge=0)
     balance_lr: float = Field(0.05, gt=0)
 
@@ -107,7 +110,8 @@ class PODNet(ExemplarMethod):
         self.model.head.set_block(task.index, (centers * norm).flatten(0, 1))
 
     def stages(self, task: Task) -> list[Stage]:
-        main = self.main_stage(task)
+        view = f"train*{task.index + 1}" if self.options.jitters == "accumulate" and task.index > 0 else "train"
+        main = self.main_stage(task, views=(view,))
         if task.index == 0 or self.options.balance_epochs == 0:
             return [main]
         proxies = Group(("model.head.blocks",), self.options.balance_lr, self.options.weight_decay)

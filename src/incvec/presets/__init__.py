@@ -59,6 +59,7 @@ SETTINGS = (
     "precision",
     "start",
     "image_size",
+    "last_batch",
     "sync_batchnorm",
     "held_out",
     "stop_after",
@@ -227,6 +228,15 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
             if values.get(key) != value and effective_value(values, key) != effective_value(complete, key)
         }
     return changed
+
+
+def complete_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the options that were introduced after it, whose default is the earlier behavior."""
+    known = {*METHODS, *ADDONS}
+    return {
+        key: {**_default_options(key), **value} if key in known and isinstance(value, Mapping) else value
+        for key, value in config.items()
+    }
 
 
 @cache

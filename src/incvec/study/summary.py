@@ -35,7 +35,7 @@ def main_table(records: Records) -> Table:
     names = list(paper_tables("scratch")[DATASET]["rows"])
     hosts = [name for name in names if f"{name} + ivt" in names]
     rows = [
-        [style.label(name), *(cell_text(values[tasks][name]) for tasks in INCREMENTS)]
+        [style.label(name), *(cell_text(values[tasks][name][:3]) for tasks in INCREMENTS)]
         for host in hosts
         for name in (host, f"{host} + ivt")
     ]

@@ -26,13 +26,13 @@ class Teleports:
         def epoch(addon: IVTAddOn, task: Task, stage: Stage, number: int, optimizer: Any) -> None:
             self.addon, self.current = addon, (task.index, stage.name, number)
 
-        def before(plugin: IVT, leave: tuple[str, ...], towards: Any = None) -> None:
+        def before(plugin: IVT) -> None:
             tensors = {"anchor": plugin.anchor, "past": plugin.cumulative, "fisher": plugin.fisher}
             copies = {key: {n: t.clone() for n, t in group.items()} for key, group in tensors.items()}
             self.rows.append({"before": state_of(self.addon.method.model), **copies})
             self.epochs.append(self.current)
 
-        def after(plugin: IVT, leave: tuple[str, ...], towards: Any = None) -> None:
+        def after(plugin: IVT) -> None:
             self.rows[-1]["after"] = state_of(self.addon.method.model)
 
         watch(patch, IVTAddOn, "end_epoch", before=epoch)

@@ -1,4 +1,4 @@
-"""Running statistics at a teleport: `batchnorm` = keep, interpolate, recalibrate."""
+"""Running statistics at a teleport: `batchnorm` = keep, recalibrate."""
 
 from __future__ import annotations
 
@@ -12,53 +12,20 @@ from torch import Tensor
 from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
-from incvec.engine.build import check_names
-from incvec.errors import ConfigError
 from incvec.nets.resnet import Stem
-from incvec.presets import resolve
-from tests.addons.ivt.conftest import Teleports, scale_of, split_state
-from tests.addons.tools import Tensors, record_batches, run_on, same, snapshot, stage_names, state_of, watch
-from tests.conftest import quick
+from tests.addons.ivt.conftest import split_state
+from tests.addons.tools import record_batches, run_on, same, snapshot, stage_names, watch
 
 
-@pytest.mark.parametrize("choice", ["interpolate", "recalibrate"])
-def test_only_statistics_change(choice: str, few: Dataset, tmp_path: Path) -> None:
+def test_only_statistics_change(few: Dataset, tmp_path: Path) -> None:
     """Train mode does not use running statistics, so in plain fine-tuning the weights are the same to the end."""
     keep = run_on(few, tmp_path / "keep", "finetune", "ivt")
-    other = run_on(few, tmp_path / "other", "finetune", "ivt", ivt={"batchnorm": choice})
+    other = run_on(few, tmp_path / "other", "finetune", "ivt", ivt={"batchnorm": "recalibrate"})
     same(snapshot(keep, 0), snapshot(other, 0))
     for task in (1, 2):
         (weights_a, statistics_a), (weights_b, statistics_b) = (split_state(snapshot(r, task)) for r in (keep, other))
         same(weights_a, weights_b)
         assert all(not torch.equal(statistics_a[name], statistics_b[name]) for name in statistics_a)
-
-
-def test_interpolated_statistics(
-    few: Dataset, tmp_path: Path, teleports: Teleports, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """old + s (new - old), with s the mean S of the layer's weight and old the statistics at the anchor."""
-    before: list[Tensors] = []
-    start: list[Tensors] = []
-
-    def epoch_end(self: IVTAddOn, *_: Any) -> None:
-        before.append(state_of(self.method.model))
-
-    watch(monkeypatch, IVTAddOn, "begin_task", before=lambda self, task: start.append(state_of(self.method.model)))
-    watch(monkeypatch, IVTAddOn, "end_epoch", before=epoch_end)
-    run_on(few, tmp_path, "finetune", "ivt", ivt={"batchnorm": "interpolate"})
-    assert len(before) == len(teleports.rows) == 4
-    for number, row in enumerate(teleports.rows):
-        old = start[number // 2]
-        for name, value in split_state(row["after"])[1].items():
-            s = scale_of(row, name.rpartition(".")[0] + ".weight").mean()
-            expected = old[name].double() + s * (before[number][name].double() - old[name].double())
-            assert torch.allclose(value.double(), expected, rtol=1e-5, atol=1e-6), name
-
-
-def test_kernel_blocks_cannot_interpolate_statistics() -> None:
-    config = resolve(quick("pass", "ivt", ivt={"structure": "kernel", "batchnorm": "interpolate"}))
-    with pytest.raises(ConfigError, match=r"has blocks instead of S.*ivt\.batchnorm=recalibrate"):
-        check_names(config)
 
 
 def test_recalibrated_statistics(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +102,7 @@ def test_statistics_frozen_by_the_method_stay_unchanged(few: Dataset, tmp_path: 
     """SSRE trains no BatchNorm layer in an increment, so no option makes a difference."""
     keep = run_on(few, tmp_path / "keep", "ssre", "ivt")
     same(split_state(snapshot(keep, 0))[1], split_state(snapshot(keep, 2))[1])
-    for choice in ("interpolate", "recalibrate", "map", "layer"):
+    for choice in ("recalibrate", "layer"):
         other = run_on(few, tmp_path / choice, "ssre", "ivt", ivt={"batchnorm": choice})
         assert stage_names(other, 1) == ["main"]
         same(snapshot(keep, 2), snapshot(other, 2))

@@ -1,4 +1,4 @@
-"""When a teleport happens: `interval`, `last`, `stages`; which choices the presets make; notices and refusals."""
+"""When a teleport happens: `interval`, `last`; which choices the presets make; notices and refusals."""
 
 from __future__ import annotations
 
@@ -41,20 +41,9 @@ def test_last_skip_omits_the_teleport_after_the_last_epoch(
         same(one["after"], other["after"])
 
 
-def test_stages_select_roles(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
-    """By default only the main stage; in the balanced stage F_t is that of the main stage's last epoch."""
-    main, balance = ([(1, stage, epoch) for epoch in (1, 2)] for stage in ("main", "balance"))
-    run_on(few, tmp_path / "main", "podnet", "ivt", tasks=1)
-    assert teleports.epochs == main
-    run_on(few, tmp_path / "both", "podnet", "ivt", ivt={"stages": ["main", "balance"]}, tasks=1)
-    assert teleports.epochs[2:] == main + balance
-    for one, other in zip(teleports.rows[:2], teleports.rows[2:4], strict=True):
-        same(one["after"], other["after"])
-    for row in teleports.rows[4:]:
-        same(row["fisher"], teleports.rows[3]["fisher"])
-    teleports.epochs.clear()
-    run_on(few, tmp_path / "balance", "podnet", "ivt", ivt={"stages": ["balance"]}, tasks=1)
-    assert teleports.epochs == balance
+def test_only_the_main_stage_has_teleports(few: Dataset, tmp_path: Path, teleports: Teleports) -> None:
+    run_on(few, tmp_path, "podnet", "ivt", tasks=1)
+    assert teleports.epochs == [(1, "main", epoch) for epoch in (1, 2)]
 
 
 def test_single_teleport_cannot_be_skipped() -> None:
@@ -79,7 +68,7 @@ def test_run_without_any_teleport_gives_a_notice(
 
 
 def test_defaults_of_presets() -> None:
-    """From scratch: no last teleport, no classifier; PASS and FCS also teleport BatchNorm maps. PODNet, the digits and
+    """From scratch: no last teleport, no classifier; PASS and FCS also teleport layers as maps. PODNet, the digits and
     pre-trained models use Algorithm 1 verbatim, and so do records from before these options existed."""
     given = {"method": "mrfa", "addons": ["ivt"], "dataset": "cifar100"}
     verbatim = {"batchnorm": "keep", "last": "teleport", "head": "teleport"}
@@ -93,8 +82,8 @@ def test_defaults_of_presets() -> None:
     assert chosen() == chosen(dataset="folder") == chosen(dataset="packed")
     assert {"last": "teleport", "head": "teleport"}.items() <= preset("ivt", "folder", "pretrained").items()
     assert chosen(method="podnet") == chosen(dataset="digits") == chosen(method="flyp", variant="lite") == verbatim
-    assert chosen(method="pass") == chosen(method="fcs") == {"batchnorm": "map", "last": "skip", "head": "keep"}
-    layer = {**chosen(method="pass"), "batchnorm": "layer"}
+    layer = {"batchnorm": "layer", "last": "skip", "head": "keep"}
+    assert chosen(method="pass") == chosen(method="fcs") == layer
     assert all(chosen(method="pass", dataset=name) == layer for name in ("digits", "packed", "tiny-imagenet-100"))
     assert chosen(method="fcs", dataset="tiny-imagenet-100", variant="short") == layer
     assert chosen(method="pass", variant="authors") == layer  # a ResNet-18

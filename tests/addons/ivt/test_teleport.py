@@ -96,7 +96,7 @@ def test_batches_are_those_of_a_plain_run_until_the_first_teleport(
     plain = list(batches)
     batches.clear()
     first: list[int] = []
-    watch(monkeypatch, IVT, "teleport", before=lambda plugin, leave: first.append(len(batches)))
+    watch(monkeypatch, IVT, "teleport", before=lambda plugin: first.append(len(batches)))
     run_on(few, tmp_path / "ivt", method, "ivt", ivt={"interval": 3}, **options)
     teleport = first[0]
     assert 10 < teleport < len(plain)

@@ -22,7 +22,7 @@ from tests.conftest import make_run, quick, weights
         ("memory", "podnet", "memory", [5, 10, 20]),
         ("fisher-structure", "ivt", "structure", ["diagonal", "kernel"]),
         ("fisher-estimator", "ivt", "first_fisher", ["batch", "sample"]),
-        ("batchnorm", "ivt", "batchnorm", ["keep", "interpolate", "recalibrate", "map", "layer"]),
+        ("batchnorm", "ivt", "batchnorm", ["keep", "recalibrate", "layer"]),
     ],
 )
 def test_ablation_sweeps(name: str, section: str, key: str, values: list[object]) -> None:
@@ -59,8 +59,8 @@ def test_podnet_sweep_has_oracle_joint_training_and_seeds() -> None:
 def test_switch_sweep_changes_one_setting_per_run() -> None:
     configs = [config for _, config in plan("cifar100-switches", [])]
     assert [changed_settings(config.resolved()) for config in configs] == [
-        {"ivt.first_fisher": "sample"}, {"ivt.batchnorm": "recalibrate"}, {"ivt.batchnorm": "interpolate"},
-        {"ivt.last": "skip"}, {"ivt.optimizer_state": "reset"}, {"ivt.stages": ["main", "balance"]},
+        {"ivt.first_fisher": "sample"}, {"ivt.batchnorm": "recalibrate"}, {"ivt.batchnorm": "layer"},
+        {"ivt.last": "skip"}, {"ivt.optimizer_state": "reset"}, {"ivt.fisher_loss": "own"},
         {"ivt.interval": 5}, {"ivt.interval": 20},
     ]  # fmt: skip
     assert {(c.method, c.addons, c.tasks, c.seed, c.oracle) for c in configs} == {("podnet", ("ivt",), 5, 0, False)}

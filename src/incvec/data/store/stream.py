@@ -31,8 +31,11 @@ READ_AHEAD = 8  # batches that the system is asked to read
 class Streamed(Source, Protocol):
     """A source whose rows are copied to the device before a captured step reads them."""
 
-    def ahead(self, rows: Tensor) -> None:
-        """Announce the rows of the next steps, [steps, batch]; batches still in flight are dropped."""
+    def ahead(self, rows: Tensor, last: Tensor | None = None) -> None:
+        """Announce the rows of the next steps, [steps, batch], and those of a smaller batch after them, if any.
+
+        Batches still in flight are dropped.
+        """
         ...
 
     def next(self) -> None:
@@ -59,6 +62,7 @@ class Slot:
             torch.cuda.Event(blocking=True) if cuda else None
         )  # waits without spinning: readers need the cores
         self.taken = torch.cuda.Event() if cuda else None
+        self.count = shape[0]  # rows in use
 
     def send(self, stream: torch.cuda.Stream | None) -> None:
         """Queue the copy to the device, after the previous one was taken."""
@@ -71,12 +75,13 @@ class Slot:
 
     def take(self, into: Tensor) -> None:
         """Queue, on the current stream, the copy into the buffer that the step reads."""
+        rows = self.device[: self.count]
         if self.arrived is None or self.taken is None:
-            into.copy_(self.device)
+            into.copy_(rows)
             return
         current = torch.cuda.current_stream(into.device)
         current.wait_event(self.arrived)
-        into.copy_(self.device, non_blocking=True)
+        into.copy_(rows, non_blocking=True)
         self.taken.record(current)
 
     def wait_sent(self) -> None:
@@ -111,7 +116,9 @@ class Reader:
 class Feed(threading.Thread):
     """Reads the batches of one epoch in order, each into the next free slot."""
 
-    def __init__(self, reader: Reader, order: Rows, slots: Sequence[Slot], stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, reader: Reader, order: Sequence[Rows], slots: Sequence[Slot], stream: torch.cuda.Stream | None
+    ) -> None:
         super().__init__(daemon=True, name="incvec-feed")
         self.reader, self.order, self.stream = reader, order, stream
         self.free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
@@ -129,7 +136,8 @@ class Feed(threading.Thread):
                 for later in self.order[first : step + READ_AHEAD]:
                     self.reader.will_need(later)
                 slot.wait_sent()
-                self.reader.read(rows, slot.array)
+                slot.count = len(rows)
+                self.reader.read(rows, slot.array[: slot.count])
                 slot.send(self.stream)
                 self.full.put(slot)
             self.full.put(
@@ -175,7 +183,6 @@ class StreamedSource(ImageSource):
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._slots: dict[int, list[Slot]] = {}
         self._buffers: dict[int, Tensor] = {}  # by batch size; a captured step keeps reading the same one
-        self._batch = 0
         self._feed: Feed | None = None
         self._end: weakref.finalize[[], StreamedSource] | None = None
 
@@ -195,15 +202,17 @@ class StreamedSource(ImageSource):
         self.labels = torch.cat([self.labels, labels.to(self.device)])
         return torch.arange(first, len(self), device=self.device)
 
-    def ahead(self, rows: Tensor) -> None:
+    def ahead(self, rows: Tensor, last: Tensor | None = None) -> None:
         self.close()
-        order = rows.cpu().numpy()
-        self._batch = order.shape[1]
-        shape = (self._batch, *self.row)
-        if self._batch not in self._slots:
-            self._slots[self._batch] = [Slot(shape, self.device, self.stream) for _ in range(self.depth)]
-        self._buffer(self._batch)
-        self._feed = Feed(self.reader, order, self._slots[self._batch], self.stream)
+        order = list(rows.cpu().numpy())
+        batch = rows.shape[1]
+        if last is not None and len(last):
+            order.append(last.cpu().numpy())
+        shape = (batch, *self.row)
+        if batch not in self._slots:
+            self._slots[batch] = [Slot(shape, self.device, self.stream) for _ in range(self.depth)]
+        self._buffer(batch)
+        self._feed = Feed(self.reader, order, self._slots[batch], self.stream)
         self._end = weakref.finalize(self, self._feed.cancel)  # when the source is dropped
         self._feed.start()
 
@@ -214,7 +223,7 @@ class StreamedSource(ImageSource):
         if isinstance(slot, BaseException):
             self._feed = None
             raise slot
-        slot.take(self._buffer(self._batch))
+        slot.take(self._buffer(slot.count))
         self._feed.free.put(slot)
 
     def staged(self, indices: Tensor, generator: torch.Generator | None, views: Sequence[str]) -> Batch:

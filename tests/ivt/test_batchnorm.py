@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from incvec.addons.affine import Affine, Folded, input_moments, preceding_layers, write_maps
-from incvec.nets.batchnorm import batchnorm_layers
+from incvec.ivt.batchnorm import (
+    NormMap,
+    as_map,
+    as_parameters,
+    batchnorm_layers,
+    fold,
+    observe,
+    teleported,
+    unfold,
+    write_maps,
+)
 
 
 @pytest.fixture
@@ -26,8 +35,8 @@ def network() -> nn.Sequential:
     return net
 
 
-def map_of(norm: nn.Module) -> Affine:
-    return Affine.from_batchnorm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
+def map_of(norm: nn.Module) -> NormMap:
+    return as_map(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps)  # type: ignore[arg-type]
 
 
 def test_layer_in_eval_mode_is_its_map(network: nn.Sequential) -> None:
@@ -37,16 +46,14 @@ def test_layer_in_eval_mode_is_its_map(network: nn.Sequential) -> None:
     assert torch.allclose(norm(x), slope[:, None, None] * x + offset[:, None, None], atol=1e-5)
 
 
-def test_teleported_map_is_written_to_a_layer() -> None:
-    norm = nn.BatchNorm1d(2)
-    norm.running_mean, norm.running_var = torch.tensor([1.0, -2.0]), torch.tensor([3.99999, 8.99999])
-    new, old = Affine(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 1.0])), Affine(torch.zeros(2), torch.ones(2) * 3)
-    there = new.teleported(old, (torch.tensor([0.5, 1.0]), torch.tensor([0.75, 0.5])))
+def test_teleported_map_has_these_parameters() -> None:
+    new, old = NormMap(torch.tensor([2.0, 4.0]), torch.ones(2)), NormMap(torch.zeros(2), torch.ones(2) * 3)
+    there = teleported(new, old, (torch.tensor([0.5, 1.0]), torch.tensor([0.75, 0.5])))
     assert torch.allclose(there.slope, torch.tensor([1.0, 4.0]))
     assert torch.allclose(there.offset, torch.tensor([1.5, 2.0]))
-    there.write_to(norm)
-    assert torch.allclose(norm.weight, torch.tensor([2.0, 12.0]))  # slope times the deviation
-    assert torch.allclose(norm.bias, torch.tensor([2.5, -6.0]))  # offset plus slope times the mean
+    weight, bias = as_parameters(there, torch.tensor([1.0, -2.0]), torch.tensor([3.99999, 8.99999]), 1e-5)
+    assert torch.allclose(weight, torch.tensor([2.0, 12.0]))  # slope times the deviation
+    assert torch.allclose(bias, torch.tensor([2.5, -6.0]))  # offset plus slope times the mean
 
 
 def test_write_maps_preserves_the_function_with_new_statistics(network: nn.Sequential) -> None:
@@ -61,7 +68,7 @@ def test_write_maps_preserves_the_function_with_new_statistics(network: nn.Seque
     def probe() -> None:
         network(images)
 
-    write_maps(maps, probe)  # the forward pass in train mode has changed the statistics
+    write_maps(maps, observe(network, list(maps), probe).moments, probe)
     assert all(norm.training and not norm._forward_pre_hooks for norm in maps)
     inputs = network[0](images)
     assert torch.allclose(network[1].running_mean, inputs.mean((0, 2, 3)), atol=1e-5)  # type: ignore[arg-type]
@@ -71,7 +78,7 @@ def test_write_maps_preserves_the_function_with_new_statistics(network: nn.Seque
     assert torch.allclose(network(images), before, atol=1e-4)
 
 
-def test_input_moments_use_the_last_call() -> None:
+def test_moments_are_those_of_the_last_call() -> None:
     norm, other = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
 
     def probe() -> None:
@@ -79,7 +86,7 @@ def test_input_moments_use_the_last_call() -> None:
         norm(100 * x)  # as in a method with a forward pass on other views
         norm(x)
 
-    moments = input_moments([norm, other], probe)
+    moments = observe(nn.ModuleList([norm, other]), [norm, other], probe).moments
     assert moments.keys() == {norm}  # the other one was not called
     mean, var = moments[norm]
     assert mean.item() == pytest.approx(2)
@@ -95,15 +102,16 @@ def test_unchanged_maps_give_unchanged_weights(network: nn.Sequential) -> None:
         network(images)
 
     before = {name: value.clone() for name, value in network.named_parameters()}
-    norms = batchnorm_layers(network).values()
-    moments = input_moments(norms, probe)
-    write_maps({norm: Affine.from_batchnorm(norm.weight, norm.bias, *moments[norm], norm.eps) for norm in norms}, probe)
+    norms = list(batchnorm_layers(network).values())
+    moments = observe(network, norms, probe).moments
+    maps = {norm: as_map(norm.weight, norm.bias, *moments[norm], norm.eps) for norm in norms}
+    write_maps(maps, moments, probe)
     assert all(torch.allclose(value, before[name], atol=1e-5) for name, value in network.named_parameters())
 
 
 def test_write_maps_without_inputs_changes_nothing(network: nn.Sequential) -> None:
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    write_maps({norm: map_of(norm) for norm in batchnorm_layers(network).values()}, lambda: None)
+    write_maps({norm: map_of(norm) for norm in batchnorm_layers(network).values()}, {}, lambda: None)
     assert all(torch.allclose(value, before[name]) for name, value in network.state_dict().items())
 
 
@@ -113,17 +121,17 @@ def test_error_in_the_probe_leaves_no_hook(network: nn.Sequential) -> None:
 
     maps = {norm: map_of(norm) for norm in batchnorm_layers(network).values()}
     with pytest.raises(ValueError, match="memory"):
-        write_maps(maps, probe)
+        write_maps(maps, dict.fromkeys(maps, (torch.zeros(1), torch.zeros(1))), probe)
     assert all(norm.training and not norm._forward_pre_hooks for norm in maps)
 
 
 # A layer and its norm folded --------------------------------------------------------------------------------
 
 
-def fold(weight: torch.Tensor, anchor: torch.Tensor, new: list[float], old: list[float], scale: float) -> Folded:
-    nothing = torch.zeros(len(new))
-    maps = (Affine(torch.tensor(slopes), nothing) for slopes in (new, old))
-    return Folded(weight, anchor, *maps, torch.full((len(new),), scale))
+def unfolded(
+    product: torch.Tensor, weight: torch.Tensor, anchor: torch.Tensor, new: list[float], old: list[float], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return unfold(product, weight, anchor, torch.tensor(new), torch.tensor(old), torch.full((len(new),), scale))
 
 
 def test_fold_and_unfold_change_nothing() -> None:
@@ -131,23 +139,20 @@ def test_fold_and_unfold_change_nothing() -> None:
     torch.manual_seed(0)
     weight, slopes = torch.randn(4, 2, 3, 3), [2.0, -0.5, 3.0, 0.0]
     weight[2] = 0
-    before = weight.clone()
-    product = fold(weight, torch.randn(4, 2, 3, 3), slopes, [1.0, 2.0, 3.0, 4.0], 1.0)
-    for filters, was, slope in zip(weight, before, slopes, strict=True):
+    product = fold(weight, torch.tensor(slopes))
+    for filters, was, slope in zip(product, weight, slopes, strict=True):
         assert torch.allclose(filters, slope * was)
-    slope = product.unfold()
-    assert torch.allclose(weight, before, atol=1e-6)
+    filters, slope = unfolded(product, weight, torch.randn(4, 2, 3, 3), slopes, [1.0, 2.0, 3.0, 4.0], 1.0)
+    assert torch.allclose(filters, weight, atol=1e-6)
     assert torch.allclose(slope, torch.tensor([2.0, -0.5, 0.0, 0.0]), atol=1e-6)
 
 
 def test_norms_of_filters_are_interpolated_with_s() -> None:
     weight, anchor = torch.tensor([[3.0, 4.0], [0.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 4.0]])
-    product = fold(weight, anchor, [2.0, -1.0], [10.0, 1.0], 0.75)
-    assert torch.allclose(product.anchor, torch.tensor([[10.0, 0.0], [0.0, 4.0]]))
-    weight.copy_(torch.tensor([[0.0, 8.0], [0.0, 2.0]]))  # any teleport
-    slope = product.unfold()
-    assert torch.allclose(weight.norm(dim=1), torch.tensor([1 + 0.75 * 4, 4 - 0.75 * 2]))
-    assert torch.allclose(slope[:, None] * weight, torch.tensor([[0.0, 8.0], [0.0, 2.0]]))
+    product = torch.tensor([[0.0, 8.0], [0.0, 2.0]])  # of any teleport
+    filters, slope = unfolded(product, weight, anchor, [2.0, -1.0], [10.0, 1.0], 0.75)
+    assert torch.allclose(filters.norm(dim=1), torch.tensor([1 + 0.75 * 4, 4 - 0.75 * 2]))
+    assert torch.allclose(slope[:, None] * filters, product)
     assert slope[1] < 0  # filters keep their direction
 
 
@@ -155,17 +160,15 @@ def test_norms_of_filters_are_interpolated_with_s() -> None:
 @pytest.mark.parametrize("size", [1e-3, 1e-10, 1e-23, 0.0])
 def test_slope_does_not_exceed_those_of_the_two_maps(size: float, scale: float) -> None:
     """A vanished filter, halfway to the anchor, has a sufficient norm for any S, even if squares underflow."""
-    weight = torch.full((1, 4), size)
-    product = fold(weight, torch.ones(1, 4), [316.0], [1.0], scale)
-    weight.lerp_(product.anchor, 0.5)
-    wanted = weight.clone()
-    slope = product.unfold()
+    weight, anchor = torch.full((1, 4), size), torch.ones(1, 4)
+    product = fold(weight, torch.tensor([316.0])).lerp(fold(anchor, torch.tensor([1.0])), 0.5)
+    filters, slope = unfolded(product, weight, anchor, [316.0], [1.0], scale)
     assert 0 < slope.item() <= 316.001
-    assert torch.allclose(slope * weight, wanted)
+    assert torch.allclose(slope * filters, product)
     tiny = torch.full((1, 4), 1e-23)
-    both = fold(tiny, torch.full((1, 4), 1e-23), [316.0], [316.0], scale)
-    assert torch.isfinite(both.unfold()).all()
-    assert torch.isfinite(tiny).all()
+    filters, slope = unfolded(fold(tiny, torch.tensor([316.0])), tiny, tiny, [316.0], [316.0], scale)
+    assert torch.isfinite(filters).all()
+    assert torch.isfinite(slope).all()
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e-3, 1e3])
@@ -175,11 +178,9 @@ def test_norm_of_the_anchors_filters_makes_no_difference(factor: float) -> None:
     now, then, x = torch.randn(3, 5), torch.randn(3, 5), torch.randn(7, 5)
     new, old = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.7, 1.5, 1.0])
     wanted = 0.6 * (x @ (new[:, None] * now).T) + 0.4 * (x @ (old[:, None] * then).T)
-    weight = now.clone()
-    product = fold(weight, factor * then, new.tolist(), (old / factor).tolist(), 0.6)
-    weight.lerp_(product.anchor, 0.4)
-    slope = product.unfold()
-    assert torch.allclose(x @ (slope[:, None] * weight).T, wanted, atol=1e-4)
+    product = fold(now, new).lerp(fold(factor * then, old / factor), 0.4)
+    filters, slope = unfolded(product, now, factor * then, new.tolist(), (old / factor).tolist(), 0.6)
+    assert torch.allclose(x @ (slope[:, None] * filters).T, wanted, atol=1e-4)
 
 
 def test_preceding_layers() -> None:
@@ -202,5 +203,6 @@ def test_preceding_layers() -> None:
     def probe() -> None:
         net(torch.randn(4, 3))
 
-    assert preceding_layers(net, probe) == {net.a: net.first}
+    norms = list(batchnorm_layers(net).values())
+    assert observe(net, norms, probe).layers == {net.a: net.first}
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
