@@ -2,6 +2,7 @@
 # make test       style, types and the quick tests; what a change has to pass first
 # make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser, the plug-in in
 #                 other libraries, which it installs (140 MB)
+# make test-oldest-torch   the plug-in's tests with the oldest torch that it supports (needs Python 3.11)
 # make docs       the documentation site in site/; a broken link is an error
 # make dist       wheel and sdist in dist/, installed into fresh environments and tried (DIST=--full downloads torch)
 # make bench      small versions of all benchmarks, on a CPU
@@ -16,9 +17,10 @@ VENV ?= .venv
 JOBS ?= 2
 DIST ?=
 BIN := $(VENV)/bin
+OLDEST_TORCH := $(shell sed -n 's/^dependencies = .*torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all docs dist bench figures clean
+.PHONY: demo test test-all test-oldest-torch docs dist bench figures clean
 
 $(VENV)/lab: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +55,15 @@ test-all: $(VENV)/hosts
 	@echo "make test-all: about 7 minutes with $(JOBS) processes"
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
 
+.venv-oldest-torch/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest-torch
+	.venv-oldest-torch/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH).*" "numpy<2" "pytest>=8" "hypothesis>=6.100"
+	touch $@
+
+# Without tests/conftest.py, which imports the lab.
+test-oldest-torch: .venv-oldest-torch/ready
+	PYTHONPATH=src .venv-oldest-torch/bin/python -m pytest tests/ivt --confcutdir=tests/ivt -m "not gpu"
+
 docs: $(VENV)/docs
 	$(BIN)/python -m mkdocs build --strict
 
@@ -75,4 +86,4 @@ figures: $(VENV)/lab
 	$(BIN)/python -m incvec.study.catalog --readme README.md
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest-torch build dist site .pytest_cache .mypy_cache .ruff_cache

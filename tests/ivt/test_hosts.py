@@ -11,6 +11,8 @@ from torch import nn
 
 from incvec import IVT
 
+from .loops import TORCH
+
 SCALE = 1024.0
 
 
@@ -43,6 +45,7 @@ def train_scaled(fused: bool, kind: type[torch.optim.Optimizer], poison: int | N
     return ivt.fisher["weight"], torch.stack(squares).mean(0), ivt.core.fisher.counts()["weight"].item()
 
 
+@pytest.mark.skipif(TORCH < (2, 4), reason="torch 2.4 is the first with fused optimizers on a CPU")
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("poison", [None, 2])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])

@@ -63,7 +63,12 @@ class IVT:
             the parameters are on a GPU), and a teleport streams them in pieces. The result is the same bit for bit;
             begin_task() and end_task() then synchronize with the device.
         probe: for batchnorm="layer": runs the model, in train mode, on the inputs that define the maps, the same ones
-            at each call. None: the inputs of its last calls (up to 4 batches) are remembered and used again.
+            at each call and in each process. None: the inputs of its last calls (up to 4 batches) are remembered and
+            used again.
+
+    If torch.distributed has several processes, they train the model together: batchnorm="layer" and "recalibrate" take
+    the inputs of the first one, and `collect` averages over all. Make a new DDP wrapper after the model has grown as
+    usual; the plug-in may have the module or any of its wrappers.
     """
 
     def __init__(
@@ -350,8 +355,8 @@ class IVT:
         """With fisher_loss="own": add the squared gradients of the new task's own loss, a scalar.
 
         Call it before `backward()`, once per step, while `collecting` is True. It runs one backward pass through this
-        loss alone, keeps the graph for yours, and leaves `.grad` as it is. With DDP the gradients are averaged over the
-        processes.
+        loss alone, keeps the graph for yours, and leaves `.grad` as it is. With several processes the gradients are
+        averaged over them.
         """
         self._require_task("collect()")
         if self.fisher_loss != "own":
@@ -424,7 +429,7 @@ class IVT:
         with modes:
             moved = self.core.teleport(self._left_alone(), probe)
         if moved and self.core.layers:
-            self._inputs.share(self.core.model)
+            self._inputs.share(self.probe)
         if self.optimizer_state == "reset":
             current = float_parameters(self.core.model)
             reset_state(self._listener.optimizers, [current[name] for name in moved])
