@@ -8,7 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from incvec.study.tables import Cell, Column, Table, code, duration, make_row, mean, number, safe_name
+from incvec.file_names import safe_name
+from incvec.study.tables import Cell, Column, Table, code, duration, make_row, mean, number
 
 
 @pytest.fixture

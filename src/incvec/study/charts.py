@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from incvec.file_names import safe_name
 from incvec.records import title
 from incvec.study import style
 from incvec.study.groups import Group, Panel, Stream
 from incvec.study.paper import METRICS, Comparison, compare_gains, is_standard, paper_rows
 from incvec.study.runs import RunRecord, settings_text
-from incvec.study.tables import safe_name
 
 UNSET_LABELS = {"ivt.interval": "only at the end"}  # meaning of a setting that is None
 TIMED_SWEEP = "training-time"  # its runs have the device to themselves

@@ -13,13 +13,14 @@ from typing import Any
 
 import incvec
 from incvec.errors import check_out
+from incvec.file_names import safe_name
 from incvec.study import charts, figures, page_tables, reproduced, style
 from incvec.study.charts import Chart, Heat
 from incvec.study.groups import Group, group_runs, make_panels
 from incvec.study.page_figures import StudyFigure
 from incvec.study.paper import is_in_paper, paper_tables
 from incvec.study.runs import RunRecord
-from incvec.study.tables import Table, safe_name
+from incvec.study.tables import Table
 
 TITLE = "incvec: results"
 HINT = "Drag over a plot to zoom, double-click to reset it, point at a mark or tap it for its value."

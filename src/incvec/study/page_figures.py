@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from incvec.errors import DataError
+from incvec.file_names import safe_name
 from incvec.records import title
 from incvec.study import style
 from incvec.study.charts import Line, Lines
 from incvec.study.figures import find_figures, read_figure, redraw
 from incvec.study.figures.tables import path_table
-from incvec.study.tables import Table, safe_name
+from incvec.study.tables import Table
 
 KINDS = {
     "path": "Linear path",

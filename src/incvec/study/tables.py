@@ -18,11 +18,10 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from incvec.config import digest
+from incvec.file_names import safe_name
 
 MISSING = "–"
 LONG_CODE = 40  # characters; longer code may break across lines
-MAX_NAME = 100  # characters of a file name, without its ending
 COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -176,15 +175,6 @@ def duration(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def safe_name(text: str) -> str:
-    """A file name: letters, digits, '.', '_' and '-', of bounded length.
-
-    A name that has to be changed gets a digest of the original, so that two names never become one.
-    """
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip(".-")[:MAX_NAME]
-    return safe if safe and safe == text else f"{safe[: MAX_NAME - 7]}-{digest(text)[:6]}".lstrip("-")
 
 
 def html_cell(cell: Cell, kind: str) -> str:
