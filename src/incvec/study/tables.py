@@ -162,6 +162,15 @@ def mean(
     return Cell(text, average)
 
 
+def signed_mean(values: Sequence[float], form: str = ".2f") -> Cell:
+    """`+1.30 ± 0.41`: the mean of differences with their standard deviation."""
+    if not values:
+        return Cell(MISSING)
+    average = statistics.mean(values)
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return Cell(f"{average:+{form}}{spread}", average)
+
+
 def code(text: str, missing: str = MISSING) -> Cell:
     return Cell(text or missing, code=bool(text))
 

@@ -1,0 +1,92 @@
+"""What add-ons add to their methods: differences between runs of the same seed, with their spread over the seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from incvec.study import style
+from incvec.study.groups import Group, Stream
+from incvec.study.paper import METRICS, Comparison, by_seed, paired_gains
+from incvec.study.runs import settings_text
+from incvec.study.tables import Cell, Column, Table, code, number, signed_mean
+
+MAX_SENTENCES = 4  # more comparisons than this are counted instead
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A method without and with add-ons, on the same stream and with the same settings of the method."""
+
+    host: Group
+    with_addons: Group
+
+    @cached_property
+    def metrics(self) -> dict[str, Comparison]:
+        """AA, LA and FM with the add-ons minus those without, by seed."""
+        records = [[run.record for run in group.runs] for group in (self.with_addons, self.host)]
+        return dict(zip(METRICS, paired_gains(*map(by_seed, records)), strict=True))
+
+    @property
+    def addon(self) -> str:
+        """`IVT`, `IVT (interval 5)`."""
+        return self.with_addons.label.removeprefix(f"{style.label(self.host.title)} + ")
+
+
+def addon_gains(groups: Sequence[Group]) -> list[Gain]:
+    """Every group with add-ons that has a plain one to compare with; oracles and held-out images are left out."""
+
+    def host_key(group: Group) -> tuple[Stream, str, str]:
+        return group.stream, group.record["method"], settings_text(group.first.host_changes)
+
+    tested = [g for g in groups if not g.record["oracle"] and not g.record["config"].get("held_out")]
+    plain = {host_key(group): group for group in tested if not group.record["addons"]}
+    pairs = [Gain(plain[key], g) for g in tested if g.record["addons"] and (key := host_key(g)) in plain]
+    return [gain for gain in pairs if gain.metrics["LA"].ours]
+
+
+def gain_sentence(name: str, last: Comparison, forgetting: Comparison) -> str:
+    """`IVT: last accuracy +2.6 ± 1.6, forgetting -5.2 ± 3.0, 3 seeds`."""
+    texts = [signed_mean(values.ours, ".1f").text for values in (last, forgetting)]
+    seeds = len(last.ours)
+    return f"{name}: last accuracy {texts[0]}, forgetting {texts[1]}, {seeds} {'seeds' if seeds > 1 else 'seed'}"
+
+
+def headline(gains: Sequence[Gain]) -> list[str]:
+    """The result in a few sentences: each comparison, or per add-on how many of them it improves."""
+    if len(gains) <= MAX_SENTENCES:
+        return [
+            gain_sentence(f"{g.addon} with {style.label(g.host.title)} on {g.host.stream}", g.metrics["LA"], g.metrics["FM"])
+            for g in gains
+        ]
+    sentences = []
+    preset = [gain for gain in gains if not gain.with_addons.first.addon_changes]
+    for name in dict.fromkeys(gain.addon for gain in preset):
+        own = [gain.metrics for gain in preset if gain.addon == name]
+        last, forgetting = ([m for each in own if (m := each[key].mean) is not None] for key in ("LA", "FM"))
+        seeds = sorted({len(each["LA"].ours) for each in own})
+        sentences.append(
+            f"{name}: last accuracy higher in {sum(value > 0 for value in last)} of {len(last)} comparisons (mean "
+            f"{statistics.mean(last):+.1f}), forgetting lower in {sum(value < 0 for value in forgetting)} of "
+            f"{len(forgetting)} (mean {statistics.mean(forgetting):+.1f}), {'-'.join(map(str, seeds[:: max(1, len(seeds) - 1)]))} "
+            f"{'seeds' if seeds[-1] > 1 else 'seed'} each"
+        )
+    return sentences
+
+
+def gains_table(gains: Sequence[Gain]) -> Table | None:
+    """Every comparison."""
+    rows = []
+    for gain in gains:
+        cells = [Cell(gain.addon), Cell(style.label(gain.host.title)), Cell(str(gain.host.stream))]
+        cells += [code(settings_text(gain.host.first.host_changes), missing="")]
+        cells += [number(len(gain.metrics["LA"].ours), "d")]
+        rows.append([*cells, *(signed_mean(gain.metrics[metric].ours) for metric in METRICS)])
+    note = (
+        "With the add-on minus without, by seed, in points: mean ± standard deviation of the differences. AA: accuracy "
+        "averaged over the tasks; LA: after the last one (both: more is better); FM: forgetting (less is better)."
+    )
+    columns = ["add-on", "method", "data", "changed", *map(Column, ("seeds", *METRICS))]
+    return Table(columns, rows, "What each add-on adds", note, "gains") if rows else None
