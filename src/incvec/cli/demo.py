@@ -50,8 +50,9 @@ def demo(
 ) -> None:
     """Train PODNet without and with IVT on embedded digits with three seeds each, and PODNet's oracle once.
 
-    Needs no download and no GPU; takes about a minute on two idle cores, several on a busy machine. Prints a table, draws one figure (accuracy after each task, and accuracy on the first task's classes along the straight line
-    from the first model to the last) and ends with what IVT adds.
+    Needs no download and no GPU; takes about a minute on two idle cores, several on a busy machine. Prints a table,
+    draws one figure (accuracy after each task, and accuracy on the first task's classes along the straight line from
+    the first model to the last) and ends with what IVT adds.
     """
     check_out(out, "the demo")
     run_demo(out, parse_seeds(seeds), Console())

@@ -57,23 +57,30 @@ def gain_sentence(name: str, last: Comparison, forgetting: Comparison) -> str:
 def headline(gains: Sequence[Gain]) -> list[str]:
     """The result in a few sentences: each comparison, or per add-on how many of them it improves."""
     if len(gains) <= MAX_SENTENCES:
-        return [
-            gain_sentence(f"{g.addon} with {style.label(g.host.title)} on {g.host.stream}", g.metrics["LA"], g.metrics["FM"])
-            for g in gains
-        ]
-    sentences = []
-    preset = [gain for gain in gains if not gain.with_addons.first.addon_changes]
-    for name in dict.fromkeys(gain.addon for gain in preset):
-        own = [gain.metrics for gain in preset if gain.addon == name]
-        last, forgetting = ([m for each in own if (m := each[key].mean) is not None] for key in ("LA", "FM"))
-        seeds = sorted({len(each["LA"].ours) for each in own})
-        sentences.append(
-            f"{name}: last accuracy higher in {sum(value > 0 for value in last)} of {len(last)} comparisons (mean "
-            f"{statistics.mean(last):+.1f}), forgetting lower in {sum(value < 0 for value in forgetting)} of "
-            f"{len(forgetting)} (mean {statistics.mean(forgetting):+.1f}), {'-'.join(map(str, seeds[:: max(1, len(seeds) - 1)]))} "
-            f"{'seeds' if seeds[-1] > 1 else 'seed'} each"
-        )
-    return sentences
+        return [describe_gain(gain) for gain in gains]
+    by_addon: dict[str, list[Gain]] = {}
+    for gain in gains:
+        if not gain.with_addons.first.addon_changes:
+            by_addon.setdefault(gain.addon, []).append(gain)
+    return [describe_gain(own[0]) if len(own) == 1 else describe_gains(name, own) for name, own in by_addon.items()]
+
+
+def describe_gain(gain: Gain) -> str:
+    name = f"{gain.addon} with {style.label(gain.host.title)} on {gain.host.stream}"
+    return gain_sentence(name, gain.metrics["LA"], gain.metrics["FM"])
+
+
+def describe_gains(name: str, gains: Sequence[Gain]) -> str:
+    """`IVT: last accuracy higher in 19 of 20 comparisons (mean +2.2), ...`."""
+    last, forgetting = ([m for gain in gains if (m := gain.metrics[key].mean) is not None] for key in ("LA", "FM"))
+    seeds = [len(gain.metrics["LA"].ours) for gain in gains]
+    count = f"{min(seeds)} to {max(seeds)} seeds" if min(seeds) < max(seeds) else f"{max(seeds)} seed(s)"
+    text = f"{name}: last accuracy higher in {sum(value > 0 for value in last)} of {len(last)} comparisons"
+    text += f" (mean {statistics.mean(last):+.1f})"
+    if forgetting:
+        lower = sum(value < 0 for value in forgetting)
+        text += f", forgetting lower in {lower} of {len(forgetting)} (mean {statistics.mean(forgetting):+.1f})"
+    return f"{text}, {count} each"
 
 
 def gains_table(gains: Sequence[Gain]) -> Table | None:
@@ -89,4 +96,4 @@ def gains_table(gains: Sequence[Gain]) -> Table | None:
         "averaged over the tasks; LA: after the last one (both: more is better); FM: forgetting (less is better)."
     )
     columns = ["add-on", "method", "data", "changed", *map(Column, ("seeds", *METRICS))]
-    return Table(columns, rows, "What each add-on adds", note, "gains") if rows else None
+    return Table(columns, rows, "What each add-on adds", note, "gains").without_empty_columns() if rows else None

@@ -21,6 +21,7 @@ from rich.text import Text
 from incvec.file_names import safe_name
 
 MISSING = "–"
+LONG_TABLE = 60  # rows; a longer one opens on a click
 LONG_CODE = 40  # characters; longer code may break across lines
 COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 LATEX = {
@@ -72,6 +73,11 @@ class Table:
         self.note = note
         self.slug = safe_name(slug) if slug else ""
 
+    def without_empty_columns(self) -> Table:
+        used = [place for place in range(len(self.columns)) if any(row.cells[place].text for row in self.rows)]
+        rows = [Row(tuple(row.cells[place] for place in used), row.dim) for row in self.rows]
+        return Table([self.columns[place] for place in used], rows, self.title, self.note, self.slug)
+
     def texts(self) -> list[list[str]]:
         return [[cell.text for cell in row.cells] for row in self.rows]
 
@@ -102,6 +108,9 @@ class Table:
         lines += [f'<p class="note">{html.escape(self.note)}</p>'] if self.note else []
         if any(row.dim for row in self.rows) and not all(row.dim for row in self.rows):
             lines.append('<label class="filter"><input type="checkbox"> also show rows without runs</label>')
+        lines.append('<div class="tools"></div>')
+        long = len(self.rows) > LONG_TABLE
+        lines += [f"<details><summary>all {len(self.rows)} rows</summary>"] if long else []
         lines.append('<div class="scroll" tabindex="0"><table><thead>')
         kinds = ["number" if column.numeric else "" for column in self.columns]
         heads = [
@@ -112,7 +121,7 @@ class Table:
         for row in self.rows:
             cells = [html_cell(cell, kind) for cell, kind in zip(row.cells, kinds, strict=True)]
             lines.append(('<tr class="not-run">' if row.dim else "<tr>") + "".join(cells) + "</tr>")
-        return "".join([*lines, "</tbody></table></div></div>"])
+        return "".join([*lines, "</tbody></table></div>", "</details>" if long else "", "</div>"])
 
     def rich(self) -> RichTable:
         """For a terminal: the first column folds if the terminal is narrow, numbers never do."""
