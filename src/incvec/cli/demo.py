@@ -1,4 +1,4 @@
-"""`incvec demo`: PODNet without and with IVT on the embedded digits, over a few seeds: a table, a figure, a sentence."""
+"""`incvec demo`: PODNet without and with IVT on the embedded digits, with a few seeds."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ from incvec.engine.build import RunParts
 from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
-
 MAX_CONFUSION = 50  # classes; a larger confusion matrix would be most of the record
 
 

@@ -206,7 +206,9 @@ def last_accuracy_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
     note = bar_note(bars, "Whiskers: one standard deviation over seeds.")
     heading = f"{stream}: accuracy after the last task"
     commands = commands_of(drawn)
-    return Bars(f"{stream.name}-last", heading, "LA, %", tuple(bars), "%", note=note, commands=commands) if bars else None
+    return (
+        Bars(f"{stream.name}-last", heading, "LA, %", tuple(bars), "%", note=note, commands=commands) if bars else None
+    )
 
 
 def settings_charts(groups: Sequence[Group]) -> list[Bars]:

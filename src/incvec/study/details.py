@@ -1,4 +1,4 @@
-"""What happened inside the runs of a panel: losses, S and distance of the teleports, accuracy and confusion by class."""
+"""What happened inside the runs of a panel: losses, S and distance of the teleports, accuracy by class."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import statistics
 from typing import Any
 
+from incvec.study import style
 from incvec.study.charts import Heat, Line, Lines, commands_of, make_line
 from incvec.study.groups import Group, Panel
 from incvec.study.tables import Cell, Column, Table, mean, number
@@ -90,7 +91,7 @@ def statistic_by_task(record: Any, addon: str, name: str) -> dict[int, float]:
 def class_names(record: Any) -> list[str]:
     """In the order in which they are learned; `class 17` in records without names."""
     names = record.get("class_names") or [f"class {label}" for label in record.get("class_order") or []]
-    return [str(name) for name in names]
+    return [style.shorten(str(name)) for name in names]
 
 
 def accuracy_by_class(group: Group) -> list[list[float]]:
@@ -112,8 +113,7 @@ def class_table(panel: Panel) -> Table | None:
         return None
     task_of = learned_in(panel.first)
     rows = [
-        [Cell(names[k]), number(task_of[k], "d", ""), *(mean(values[k]) for _, values in columns)]
-        for k in range(count)
+        [Cell(names[k]), number(task_of[k], "d", ""), *(mean(values[k]) for _, values in columns)] for k in range(count)
     ]
     labels = [Column("learned in task"), *(Column(label) for label, _ in columns)]
     note = "Accuracy after the last task in percent, mean ± standard deviation over seeds."
@@ -143,8 +143,8 @@ def confusion_charts(panel: Panel) -> list[Heat]:
         charts.append(
             Heat(
                 f"{panel.name}-confusion-{place}", f"{group.label}: confusion, {panel.stream}", group.label, averaged,
-                0, 100, f"After the last task, in percent of the images of a class; {seeds}.", "predicted", "true class",
-                "{row} classified as {column}", tuple(class_names(group.record)[: len(averaged)]),
+                0, 100, f"After the last task, in percent of the images of a class; {seeds}.", "predicted",
+                "true class", "{row} classified as {column}", tuple(class_names(group.record)[: len(averaged)]),
                 commands=group.commands,
             )
         )  # fmt: skip

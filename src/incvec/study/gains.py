@@ -62,7 +62,8 @@ def headline(gains: Sequence[Gain]) -> list[str]:
     for gain in gains:
         if not gain.with_addons.first.addon_changes:
             by_addon.setdefault(gain.addon, []).append(gain)
-    return [describe_gain(own[0]) if len(own) == 1 else describe_gains(name, own) for name, own in by_addon.items()]
+    members = sorted(by_addon.items(), key=lambda item: -len(item[1]))
+    return [describe_gain(own[0]) if len(own) == 1 else describe_gains(name, own) for name, own in members]
 
 
 def describe_gain(gain: Gain) -> str:

@@ -380,10 +380,11 @@
       const sorted = logs.flat().sort((a, b) => a - b), low = sorted[0], high = sorted[Math.floor(0.97 * (sorted.length - 1))];
       const inside = make(this.svg, "g", { "clip-path": `url(#${id})` });
       const step = (values, k) => (values[Math.min(k + 1, values.length - 1)] - values[Math.max(k - 1, 0)]) / (k > 0 && k < values.length - 1 ? 2 : 1);
+      const cells = make(inside, "g", { "shape-rendering": "crispEdges" });
       logs.forEach((row, j) => row.forEach((value, i) => {
         const w = step(c.x, i) / 2, h = step(c.y, j) / 2, x = this.px(c.x[i] - w), y = this.py(c.y[j] + h);
         const wide = this.px(c.x[i] + w) - x, high_ = this.py(c.y[j] - h) - y;
-        make(inside, "rect", { x, y, width: wide + 0.6, height: high_ + 0.6, style: `fill:${blend((value - low) / (high - low || 1)).fill}` });
+        make(cells, "rect", { x, y, width: wide + 0.6, height: high_ + 0.6, style: `fill:${blend((value - low) / (high - low || 1)).fill}` });
         this.points.push({ x: x + wide / 2, y: y + high_ / 2, name: `${this.number(+c.x[i].toPrecision(3))}, ${this.number(+c.y[j].toPrecision(3))}`, text: `loss ${shown(c.values[j][i])}`, box: [x, y, x + wide, y + high_] });
       }));
       for (const mark of c.marks) {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from incvec.errors import DataError
 from incvec.file_names import safe_name
@@ -24,6 +24,7 @@ from incvec.study.figures.tables import TABLES
 from incvec.study.tables import Table
 
 Data = Mapping[str, Any]
+Made = TypeVar("Made")
 
 KINDS = {
     "path": "Linear path",
@@ -59,17 +60,18 @@ class StudyFigure:
     @cached_property
     def table(self) -> Table:
         """The main numbers."""
-        table = self._made(TABLES[self.data["kind"]])
+        table = self._from_data(TABLES[self.data["kind"]])
         return Table(table.columns, table.rows, self.title, table.note, f"{self.slug}-table")
 
     @cached_property
     def charts(self) -> tuple[Chart, ...]:
         """The figure for the page; that of a gap is in the charts of the records and in the table."""
-        return tuple(self._made(CHARTS[self.data["kind"]], self)) if self.data["kind"] in CHARTS else ()
+        make = CHARTS.get(self.data["kind"])
+        return () if make is None else self._from_data(lambda data: tuple(make(data, self)))
 
-    def _made(self, make: Callable[..., Any], *more: Any) -> Any:
+    def _from_data(self, make: Callable[[Data], Made]) -> Made:
         try:
-            return make(self.data, *more)
+            return make(self.data)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             kind = self.data["kind"]
             raise DataError(f"{self.file} is damaged ({error!r}): make it again with `incvec study {kind}`.") from None
@@ -116,12 +118,14 @@ def plane_charts(data: Data, figure: StudyFigure) -> Iterator[Chart]:
     """The loss around the models."""
     marks = []
     for mark in data["marks"]:
-        label = f"start, after task {data['task']}" if mark["role"] == "origin" else style.label(title(mark))
+        start = mark["role"] == "origin"
+        label = f"start, after task {data['task']}" if start else style.label(title(mark))
         label += f", projected ({mark['off_plane']:.1f} off the plane)" if mark["role"] == "oracle" else ""
         text = f"loss {mark['loss']:.2f}, {mark['accuracy']:.1f} %"
-        marks.append(Mark(title(mark), label, float(mark["a"]), float(mark["b"]), text))
+        marks.append(Mark("start" if start else title(mark), label, float(mark["a"]), float(mark["b"]), text))
     values = tuple(tuple(round(value, 4) for value in floats(row)) for row in data["loss"])
-    note = "; ".join(filter(None, (describe_evaluation(data), describe_starts(data))))
+    colors = f"dark blue is a loss of {min(map(min, values)):.2g}, yellow a high one (logarithmic)"
+    note = "; ".join(filter(None, (describe_evaluation(data), describe_starts(data), colors)))
     heading = f"{figure.title}: test loss on all classes seen, after task {data['task'] + 1}"
     yield Plane(figure.slug, heading, floats(data["a"]), floats(data["b"]), values, tuple(marks), note=note)
 

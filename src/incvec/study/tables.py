@@ -86,7 +86,7 @@ class Table:
         lines = ["| " + " | ".join(column.heading for column in self.columns) + " |"]
         lines.append("|" + "|".join("---:" if align and column.numeric else "---" for column in self.columns) + "|")
         for row in self.rows:
-            texts = [cell.text.replace("|", "\\|") for cell in row.cells]
+            texts = [" ".join(cell.text.splitlines()).replace("|", "\\|") for cell in row.cells]
             shown = [f"`{text}`" if cell.code else text for cell, text in zip(row.cells, texts, strict=True)]
             lines.append("| " + " | ".join(shown) + " |")
         return "\n".join(lines)
@@ -98,7 +98,8 @@ class Table:
         kinds = "".join(self._latex_kind(place) for place in range(len(self.columns)))
         lines += [rf"\begin{{tabular}}{{@{{}}{kinds}@{{}}}}", r"\toprule"]
         lines += [" & ".join(escape_latex(column.heading) for column in self.columns) + r" \\", r"\midrule"]
-        lines += [" & ".join(map(latex_cell, row.cells)) + r" \\" for row in self.rows]
+        rows = [" & ".join(map(latex_cell, row.cells)) + r" \\" for row in self.rows]
+        lines += ["{}" + row if row[0] in "[*" else row for row in rows]  # not an option of the line break before it
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
     def html(self, section: str = "") -> str:
@@ -207,7 +208,8 @@ def html_cell(cell: Cell, kind: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    return "".join(LATEX.get(letter, letter) for letter in text)
+    """Every special character as text, so that a name cannot contain a command."""
+    return "".join(LATEX.get(letter, letter) if letter.isprintable() else " " for letter in text)
 
 
 def latex_cell(cell: Cell) -> str:

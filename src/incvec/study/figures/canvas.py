@@ -107,7 +107,10 @@ def print_dollars(figure: Figure) -> None:
     formulas = {id(text) for axis in axes for text in axis.get_ticklabels(which="both")}
     for text in figure.findobj(Text):
         if isinstance(text, Text) and id(text) not in formulas:
-            text.set_parse_math(False)
+            if text.get_wrap():  # the width of wrapped text is measured as that of a formula, whatever is set
+                text.set_text(text.get_text().replace("$", r"\$"))
+            else:
+                text.set_parse_math(False)
 
 
 def describe_evaluation(data: Mapping[str, Any]) -> str:
