@@ -146,7 +146,9 @@
     const stops = DATA.stops, place = clamp(share, 0, 1) * (stops.length - 1), low = Math.min(Math.floor(place), stops.length - 2);
     const part = (hex, k) => parseInt(hex.slice(1 + 2 * k, 3 + 2 * k), 16);
     const mixed = [0, 1, 2].map((k) => Math.round(part(stops[low], k) + (place - low) * (part(stops[low + 1], k) - part(stops[low], k))));
-    return { fill: `rgb(${mixed})`, ink: 0.3 * mixed[0] + 0.59 * mixed[1] + 0.11 * mixed[2] > 120 ? "#000" : "#fff" };
+    const [r, g, b] = mixed.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+    // The luminance at which black and white have the same contrast.
+    return { fill: `rgb(${mixed})`, ink: 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff" };
   }
 
   class Plot {
@@ -173,7 +175,7 @@
       }
       button(tools, "CSV", "download the numbers as CSV", () => download(`${chart.slug}.csv`, csv(chartRows(chart))));
       button(tools, "PNG", "download the picture as PNG", () => picture(this));
-      if (chart.commands.length) button(tools, "command", "download the commands of these runs", () => download(`${chart.slug}.sh`, chart.commands.join("\n") + "\n"));
+      if (chart.commands.length) button(tools, "command", "download the commands of these runs", () => download(`${chart.slug}-commands.txt`, chart.commands.join("\n") + "\n"));
       if (chart.kind === "lines") this.legend(figure.querySelector(".legend"), [...chart.lines, ...chart.levels]);
       if (chart.kind === "plane") this.legend(figure.querySelector(".legend"), chart.marks);
       this.listen();
