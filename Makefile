@@ -1,4 +1,4 @@
-# make demo       four short runs on embedded data and one figure; about a minute on a CPU
+# make demo       PODNet without and with IVT on embedded data, three seeds; about a minute on a CPU, once installed
 # make test       style, types and the quick tests; what a change has to pass first
 # make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser, the plug-in in
 #                 other libraries, which it installs (140 MB)
@@ -23,9 +23,10 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test test-all test-oldest-torch docs dist bench figures clean
 
 $(VENV)/lab: pyproject.toml
+	@echo "Installing PyTorch and the other packages of the lab into $(VENV): about 6 GB, 5 to 10 minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[lab]'
+	$(BIN)/python -m pip install --editable '.[lab]'
 	touch $@
 
 $(VENV)/dev: $(VENV)/lab

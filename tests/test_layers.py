@@ -24,7 +24,7 @@ PACKAGE = Path(incvec.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("ivt",),
     ("",),
-    ("errors", "contracts", "registry", "fused"),
+    ("errors", "contracts", "registry", "fused", "file_names"),
     ("config",),
     ("atomic_files",),
     ("metrics",),

@@ -30,7 +30,7 @@ from incvec.contracts import Optimizer, Stage
 from incvec.data import Dataset, load_dataset
 from incvec.engine import events as ev
 from incvec.engine.distributed import Distributed, SyncNorm, init_distributed, is_peer_failure
-from incvec.engine.evaluate import correct_by_class
+from incvec.engine.evaluate import confusion_by_classifier
 from incvec.engine.loop import StageLoop
 from incvec.engine.run import Run, finish
 from incvec.errors import ConfigError
@@ -188,8 +188,8 @@ def record_run(results: dict[str, Any], run: Run) -> None:
     results["weights"] = {name: hashed(tensor) for name, tensor in run.state.tensors().items()}
 
 
-def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
-    """Correct counts of a model trained by one process, on few and many rows."""
+def evaluate(run: Run, out: Path) -> list[dict[str, list[list[int]]]]:
+    """Confusion of a model trained by one process, on few and many rows."""
     run.config = run.config.model_copy(
         update={"start": str(out / "one" / "podnet+ivt" / "snapshots" / "task-01.safetensors")}
     )
@@ -198,9 +198,11 @@ def evaluate(run: Run, out: Path) -> list[dict[str, list[int]]]:
             break
     parts, task = run.parts, run.parts.tasks[1]
     rows = parts.test.rows_of(0, task.n_seen)
-    return [
-        correct_by_class(parts.method, parts.world, parts.test, rows[::2][:n], task, run.distributed) for n in COUNTS
+    each = [
+        confusion_by_classifier(parts.method, parts.world, parts.test, rows[::2][:n], task, run.distributed)
+        for n in COUNTS
     ]
+    return [{name: counts.tolist() for name, counts in one.items()} for one in each]
 
 
 # The comparison ---------------------------------------------------------------------------------------------
@@ -318,8 +320,9 @@ def test_evaluation_sums_over_processes(left: Path, digits: Dataset) -> None:
             break
     parts, task = run.parts, run.parts.tasks[1]
     rows = parts.test.rows_of(0, task.n_seen)
-    alone = [correct_by_class(parts.method, parts.world, parts.test, rows[::2][:n], task) for n in COUNTS]
-    assert sum(alone[-1]["cnn"]) > 0
+    each = [confusion_by_classifier(parts.method, parts.world, parts.test, rows[::2][:n], task) for n in COUNTS]
+    assert each[-1]["cnn"].diagonal().sum() > 0
+    alone = [{name: counts.tolist() for name, counts in one.items()} for one in each]
     assert results_of(left, 0)["evaluation"] == results_of(left, 1)["evaluation"] == alone
 
 

@@ -15,6 +15,7 @@ from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
 ALL_EPOCHS, EVERY = 20, 5  # longer stages are recorded with the losses of every fifth epoch
+MAX_CONFUSION = 50  # classes; a larger confusion matrix would be most of the record
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Progress:
     """A run's results so far, as plain JSON values."""
 
     correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
+    confusion: list[list[int]] = field(default_factory=list)  # after the last task: class -> predicted class
     losses: list[dict[str, Any]] = field(default_factory=list)  # one row per stage
     statistics: list[dict[str, Any]] = field(default_factory=list)  # one row per task, by add-on
     task_seconds: list[float] = field(default_factory=list)
@@ -93,6 +95,8 @@ def make_record(
         "correct": progress.correct,
         "class_counts": by_class,
         "class_order": parts.order,
+        "class_names": [dataset.class_names[label] for label in parts.order[: len(by_class)]],
+        "confusion": progress.confusion or None,
         "config": settings,
         "seconds": seconds,
         "task_seconds": progress.task_seconds,
