@@ -8,8 +8,9 @@ Every name is imported when it is first used, so `import incvec` costs nothing. 
 `incvec.methods`, `incvec.engine`, ...) are imported by name.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .ivt import IVT as IVT
@@ -18,16 +19,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"IVT": ".ivt", "scale": ".ivt", "teleport": ".ivt"}
+_EXPORTS = {"ivt": ("IVT", "scale", "teleport")}
 
 __all__ = ["IVT", "__version__", "scale", "teleport"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+__getattr__ = lazy_exports(__name__, _EXPORTS)

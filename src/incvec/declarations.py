@@ -1,9 +1,9 @@
 """Methods and add-ons as their source declares them, without importing torch, which takes seconds.
 
-`incvec list`, `incvec show` and the validation of settings need a class's name, summary, paper, flags and `Options`. All
-of these are plain Python, but the module that contains them imports torch. So the source is read like setuptools reads
-a version: of a module, only the statements that define a requested name are run, and what they import in turn. A
-package that was not imported before, such as torch, is replaced by a placeholder.
+`incvec list`, `incvec show` and the validation of settings need a class's name, summary, paper, flags and `Options`.
+These are plain Python, but the module that contains them imports torch. So the source is read, as setuptools reads a
+version: of a module, only the statements that define a requested name are run, and what they import in turn. A package
+that was not imported before, such as torch, is replaced by a placeholder.
 
     declared_class(METHODS, "podnet").Options      # a pydantic class that validates like the real one
 
@@ -108,14 +108,13 @@ class Names(dict[str, Any]):
             module = alias.name if alias.asname else name
             return import_module(module) if is_cheap(module) else Placeholder()
         module = resolve_name("." * node.level + (node.module or ""), self.package)
-        if is_cheap(module):
-            return getattr(import_module(module), alias.name)
-        if module.partition(".")[0] != self.package.partition(".")[0]:
-            return Placeholder()
-        try:
-            return names_of(module)[alias.name]
-        except KeyError:  # a module of that package
-            return Placeholder()
+        own = module.partition(".")[0] == self.package.partition(".")[0]
+        if not own:
+            return getattr(import_module(module), alias.name) if is_cheap(module) else Placeholder()
+        if module in sys.modules and alias.name in vars(sys.modules[module]):
+            return vars(sys.modules[module])[alias.name]
+        names = names_of(module)
+        return names[alias.name] if alias.name in names.statements else Placeholder()  # a module of that package
 
 
 def defined_names(node: ast.stmt) -> list[str]:

@@ -9,13 +9,14 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from incvec.config import upgrade_settings
 from incvec.errors import DataError
 from incvec.metrics import summarize
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = 2  # 1 had "facts" for "statistics" and British names of settings
 READABLE_FORMATS = (1, FORMAT)
@@ -51,6 +52,8 @@ def _git(*arguments: str) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device and commit."""
+    import torch
+
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("incvec", "torchvision", "numpy", "transformers", "triton"):
         try:

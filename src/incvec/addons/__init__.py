@@ -31,5 +31,5 @@ def find_addon(name: str) -> type[AddOn]:
 
 
 def declared_addon(name: str) -> Any:
-    """Name, summary, paper, flags and options of an add-on, as class attributes: without torch if it is not imported."""
+    """Name, summary, paper, flags and options of an add-on, as class attributes, without importing torch."""
     return declared_class(ADDONS, name)

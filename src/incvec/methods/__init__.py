@@ -45,5 +45,5 @@ def find_method(name: str) -> type[Method]:
 
 
 def declared_method(name: str) -> Any:
-    """Name, summary, paper, flags and options of a method, as class attributes: without torch if it is not imported."""
+    """Name, summary, paper, flags and options of a method, as class attributes, without importing torch."""
     return declared_class(METHODS, name)
