@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING
 from .lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from .api import run as run
+    from .api import sweep as sweep
     from .ivt import IVT as IVT
     from .ivt import scale as scale
     from .ivt import teleport as teleport
+    from .records import load_record as load_record
+    from .records import records as records
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"ivt": ("IVT", "scale", "teleport")}
+__all__ = ["IVT", "__version__", "load_record", "records", "run", "scale", "sweep", "teleport"]
 
-__all__ = ["IVT", "__version__", "scale", "teleport"]
-
-__getattr__ = lazy_exports(__name__, _EXPORTS)
+__getattr__ = lazy_exports(
+    __name__,
+    {"ivt": ("IVT", "scale", "teleport"), "api": ("run", "sweep"), "records": ("load_record", "records")},
+)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from incvec.cli.tensorboard import TOTAL_STEPS, log_events
+
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from tests.cli.conftest import invoke, message

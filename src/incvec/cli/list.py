@@ -6,18 +6,17 @@ import json
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-import yaml
 from rich.console import Console
 from rich.text import Text
 
 from incvec.addons import ADDONS, declared_addon
 from incvec.cli.common import PluginFiles, load_plugins, say
+from incvec.config import read_yaml
 from incvec.data.datasets import DATASETS, find_dataset
 from incvec.declarations import declared
-from incvec.engine.sweep import Loader
 from incvec.errors import ConfigError, nearest
 from incvec.methods import METHODS, declared_method
 from incvec.presets import load_presets, presets, sweeps
@@ -107,15 +106,13 @@ def entries(kind: Kind) -> list[Entry]:
         case Kind.methods | Kind.addons:
             return [component_entry(name) for name in names_of(kind)]
         case Kind.datasets:
-            return [
-                {"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()
-            ]
+            return [{"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()]
         case Kind.presets:
             return [{**row, **component_entry(row["component"]), "name": row["name"]} for row in presets()]
         case Kind.nets:
             return [{"name": name, "summary": summary} for name, summary in networks().items()]
         case Kind.sweeps:
-            return [{"name": name, "summary": read_sweep_file(name)["summary"]} for name in sweeps()]
+            return [{"name": name, "summary": read_yaml(file)["summary"]} for name, file in sweeps().items()]
     raise ValueError(kind)
 
 
@@ -130,11 +127,6 @@ def component_entry(name: str) -> Entry:
 def networks() -> dict[str, str]:
     backbones = {name: plan.summary for name, plan in declared("incvec.nets.backbones", "BACKBONES").items()}
     return {**backbones, **declared("incvec.nets.dual", "DUALS")}
-
-
-def read_sweep_file(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.load(sweeps()[name].read_text(), Loader)
-    return content
 
 
 # One of them --------------------------------------------------------------------------------------------------
@@ -156,10 +148,18 @@ def option_rows(kind: Any) -> list[dict[str, Any]]:
         {
             "name": name,
             "default": None if field.is_required() else json_value(field.get_default(call_default_factory=True)),
+            "choices": choices(field.annotation),
             "description": field.description or "",
         }
         for name, field in kind.model_fields.items()
     ]
+
+
+def choices(annotation: Any) -> list[str]:
+    """The values that an option may have, if it is one of several words."""
+    if get_origin(annotation) is Literal:
+        return [str(value) for value in get_args(annotation)]
+    return [value for part in get_args(annotation) for value in choices(part)]
 
 
 def json_value(value: Any) -> Any:
@@ -246,6 +246,11 @@ def second_line(entry: Entry) -> str:
     return automatic.get(variant, f"--variant {variant}")
 
 
+def option_text(row: Mapping[str, Any]) -> str:
+    """The description of an option and the words it may be set to."""
+    return "; ".join(filter(None, (row["description"], " | ".join(row["choices"]))))
+
+
 def describe(details: Mapping[str, Any]) -> str:
     lines = [details["name"]] if "values" not in details else []
     lines += [f"  {details[key]}" for key in ("summary", "paper") if details.get(key)]
@@ -253,7 +258,7 @@ def describe(details: Mapping[str, Any]) -> str:
         lines.append(f"  presets: {', '.join(details['presets'])}")
     if "options" in details:
         prefix = "" if details["name"] in DATASETS else f"{details['name']}."
-        rows = [(f"{prefix}{row['name']}={yaml_value(row['default'])}", row["description"]) for row in details["options"]]
+        rows = [(f"{prefix}{row['name']}={yaml_value(row['default'])}", option_text(row)) for row in details["options"]]
         width = max((len(setting) for setting, _ in rows), default=0)
         lines.append("  options with their defaults, as --set takes them:")
         lines += [f"    {setting:<{width}}  {description}".rstrip() for setting, description in rows]

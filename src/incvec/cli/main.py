@@ -161,4 +161,3 @@ def root(
 
     Train any method with or without IVT and other add-ons, compare it with its oracle, and study the results.
     """
-

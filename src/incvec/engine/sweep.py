@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-import yaml
-
 from incvec.addons import ADDONS, declared_addon
-from incvec.config import RunConfig
+from incvec.config import RunConfig, read_yaml
 from incvec.errors import ConfigError, nearest
 from incvec.methods import METHODS, declared_method
 
@@ -32,17 +29,6 @@ if TYPE_CHECKING:
 
 KEYS = ("name", "summary", "check", "runs")
 METRICS = ("AA", "LA", "FM")
-
-
-class Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number; YAML 1.1 reads it as a string."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
 
 
 @dataclass(frozen=True)
@@ -65,10 +51,7 @@ class Check:
 
 
 def read_content(path: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.load(path.read_text(), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not a sweep: {error}.") from None
+    content = read_yaml(path)
     if not isinstance(content, Mapping) or not isinstance(content.get("runs"), list):
         raise ConfigError(f"{path} is not a sweep: it needs `runs`, a list of blocks.")
     for key in content:
@@ -112,10 +95,14 @@ def read_sweep(path: Path) -> list[dict[str, Any]]:
 
 def read_runs(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """As `read_sweep`, each with the place in the file where it is defined."""
-    content = read_content(path)
+    return expand_blocks(read_content(path)["runs"], str(path))
+
+
+def expand_blocks(blocks: Sequence[Any], source: str) -> list[tuple[str, dict[str, Any]]]:
+    """The settings of all runs of some blocks, each with the block that defines it."""
     runs: list[tuple[str, dict[str, Any]]] = []
-    for number, block in enumerate(content["runs"], 1):
-        where = f"{path}, block {number} of `runs`"
+    for number, block in enumerate(blocks, 1):
+        where = f"{source}, block {number} of `runs`"
         if not isinstance(block, Mapping):
             raise ConfigError(f"{where}: expected a mapping of settings, given was {block!r}.")
         expanded = list(expand(block, where))

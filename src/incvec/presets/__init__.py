@@ -180,7 +180,6 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     if isinstance(given.get("addons"), str) or not all(isinstance(name, str) for name in given.get("addons", ())):
         raise ConfigError(f"setting addons = {given['addons']!r} is not possible: expected a list of names.")
     method, addons = given["method"], tuple(given.get("addons", ()))
-    pretrained = declared_method(method).pretrained
     kinds = {method: declared_method(method).Options} | {name: declared_addon(name).Options for name in addons}
     dataset = given.get("dataset", "digits")
     find_dataset(dataset)
