@@ -52,9 +52,10 @@ def parse(words: tuple[str, ...]) -> dict[str, Any]:
     name, rest = "incvec", list(words[1:])
     while hasattr(command, "commands"):
         assert rest, f"{' '.join(words)} lacks a command"
-        assert rest[0] in command.commands, f"{name} has no command {rest[0]!r}"
-        assert not command.commands[rest[0]].hidden, f"{name} {rest[0]} is an old name"
-        name, command, rest = rest[0], command.commands[rest[0]], rest[1:]
+        inner = command.load(rest[0]) if hasattr(command, "load") else command.commands.get(rest[0])
+        assert inner is not None, f"{name} has no command {rest[0]!r}"
+        assert not inner.hidden, f"{name} {rest[0]} is an old name"
+        name, command, rest = rest[0], inner, rest[1:]
     mentioned = not rest or "--help" in rest  # such as `incvec report` in a sentence
     return dict(command.make_context(name, rest, resilient_parsing=mentioned).params)
 

@@ -72,10 +72,8 @@ def run(
     config = resolve_run(given.tree(), root)
     folder = Path(out).expanduser() if out is not None else RUNS / run_name(config)
     check_out(folder, "a run", "out=")
-    if isinstance(share, bool):
-        bases = folder.parent / "bases" if share else None
-    else:
-        bases = Path(share).expanduser()
+    shared = folder.parent / "bases" if isinstance(share, bool) else Path(share).expanduser()
+    bases = None if share is False else shared
 
     from incvec.cli.logs import Log, log_events, make_writer, package
     from incvec.cli.progress import follow

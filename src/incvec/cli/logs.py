@@ -105,17 +105,19 @@ def text_of(rows: Sequence[Sequence[Any]]) -> str:
 
 
 class WandbLog:
-    """A run of Weights & Biases, in the project WANDB_PROJECT or incvec; WANDB_MODE=offline needs no account."""
+    """A run of Weights & Biases, in the project WANDB_PROJECT or incvec; WANDB_MODE=offline needs no account.
+
+    Its files are in the folder `wandb` of the run.
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         wandb = package("wandb")
-        name = folder.parent.name
         identity = digest([str(folder.resolve()), config])  # a resumed run continues its own
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self.run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "incvec"),
-                name=name,
+                name=folder.name,
                 id=identity,
                 dir=str(folder),
                 config=dict(config),
@@ -164,7 +166,7 @@ def make_writer(log: Log, folder: Path, config: Mapping[str, Any]) -> Callable[[
         case Log.csv:
             return lambda: CsvLog(folder / "csv")
         case Log.wandb:
-            return lambda: WandbLog(folder / "wandb", config)
+            return lambda: WandbLog(folder, config)
     raise ValueError(log)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import sys
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -113,6 +114,8 @@ class Commands(TyperGroup):
 
 def exit_if_peer_failed(error: RuntimeError) -> None:
     """End this process if another process of a distributed run failed; that process reports the cause."""
+    if "torch" not in sys.modules:  # the end of `incvec run --help` is a RuntimeError, too
+        return
     from incvec.engine.distributed import abort, is_main_process, is_peer_failure
 
     if is_peer_failure(error):

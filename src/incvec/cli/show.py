@@ -31,7 +31,16 @@ incvec show runs --csv > runs.csv
 incvec show runs --json"""
 
 RUNS = Path("runs")
-Order = StrEnum("Order", ["name", "AA", "LA", "FM", "gain_LA", "gap_closed", "seconds"])
+
+
+class Order(StrEnum):
+    run = "name"
+    average = "AA"
+    last = "LA"
+    forgetting = "FM"
+    gain = "gain_LA"
+    gap = "gap_closed"
+    seconds = "seconds"
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +51,7 @@ def show(
     record: Annotated[
         list[Path] | None, typer.Argument(help="Records, or folders that contain records.", show_default="runs")
     ] = None,
-    sort: Annotated[Order, typer.Option(help="Order of the rows; by a metric, the best comes first.")] = Order.name,
+    sort: Annotated[Order, typer.Option(help="Order of the rows; by a metric, the best comes first.")] = Order.run,
     each: Annotated[bool, typer.Option("--each", help="One row per run, also if there are several seeds.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with unrounded numbers, one row per run.")] = False,
@@ -58,7 +67,7 @@ def show(
         raise ConfigError("--markdown, --csv and --json exclude each other; give one of them.")
     files = readable(record or [RUNS], say_error)
     records = [read_record(file) for file in files]
-    rows = sort_rows(run_rows(records, [str(file) for file in files]), sort)
+    rows = sort_rows(run_rows(records, [str(file) for file in files]), sort.value)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False))
         return

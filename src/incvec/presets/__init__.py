@@ -255,7 +255,8 @@ def run_name(config: RunConfig) -> str:
     parts += ["oracle"] if config.oracle else []
     parts += [str(config.tasks), f"s{config.seed}"]
     parts += [config.variant] if config.variant != "paper" else []
-    return "-".join([*parts, *changes_text(config.resolved(), default.resolved())])
+    defaults = default.resolved() | ({"order_seed": None} if config.class_order is not None else {})
+    return "-".join([*parts, *changes_text(config.resolved(), defaults)])
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
