@@ -15,6 +15,7 @@ import incvec
 from incvec.errors import ConfigError, DataError, TrainingError
 from tests.cli.conftest import invoke
 from tests.conftest import same_record
+from tests.documents import blocks
 
 SHORT = {"podnet.epochs": 1, "podnet": {"net": "tiny", "balance_epochs": 1}, "stop_after": 2}
 
@@ -124,3 +125,13 @@ def test_records_reads_folders_and_files(tmp_path: Path, monkeypatch: pytest.Mon
         incvec.records()
     with pytest.raises(DataError, match="there is no record at"):
         incvec.load_record(tmp_path)
+
+
+def test_examples_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = [block.text for block in blocks() if block.document == "docs/python.md" and block.language == "python"]
+    assert len(shown) == 3
+    for text in shown:
+        short = text.replace('"podnet.epochs": 2', '"podnet.epochs": 1, "podnet.net": "tiny"')
+        exec(short.replace('{"epochs": 2}', '{"epochs": 1, "net": "tiny"}'), {})
+    assert len(incvec.records()) == 1 + 3 * 2

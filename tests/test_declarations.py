@@ -22,7 +22,7 @@ from incvec.registry import find_class
 
 FLAGS = ("name", "summary", "paper", "exemplars", "joint", "pretrained", "trains", "frozen_encoder")
 
-# Runs commands in one process, in which torch may not be imported.
+# Runs commands in one process, in which torch and other large packages may not be imported.
 COMMANDS = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -43,7 +43,7 @@ for words in json.loads(sys.stdin.read()):
             main()
     except SystemExit as exit_:
         results.append([exit_.code or 0, out.getvalue(), err.getvalue()])
-import incvec
+import incvec, incvec.data
 results.append([len(incvec.records(*sys.path[-1:])), "", ""])
 print(json.dumps(results))
 """

@@ -138,7 +138,7 @@ def sweep(
     root = None if data_root is None else Path(data_root).expanduser()
     source = runs if isinstance(runs, str) or not isinstance(runs, PathLike) else Path(runs)
     chosen = None if seeds is None else ",".join(map(str, seeds))
-    planned, check = select_runs(source, given, only, chosen, root)  # type: ignore[arg-type]
+    planned, check = select_runs(source, given, only, chosen, root)
     title = runs if isinstance(runs, str) else "sweep"
     states = train_planned(planned, check, folder, root, at_once, title, Console(quiet=not progress))
     failed = [f"{state.name}: {state.error}" for state in states if state.state == "failed"]

@@ -14,12 +14,13 @@ from incvec.data.dataset import Dataset
 from incvec.data.datasets import load_dataset
 from incvec.data.store.open import is_store
 from incvec.engine import events as ev
-from incvec.engine.build import check_names, pick_device
+from incvec.engine.build import pick_device
 from incvec.engine.checkpoint import check_finished
 from incvec.engine.distributed import init_distributed
 from incvec.engine.run import Run
 from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError
+from incvec.presets import check_names
 from incvec.records import read_record
 
 Consume = Callable[[Iterator[ev.Event]], dict[str, Any]]  # drives a run to its end and returns its record

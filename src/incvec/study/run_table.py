@@ -105,7 +105,7 @@ def by_configuration(rows: Sequence[RunRow]) -> list[list[RunRow]]:
     """Rows that differ only in their seed, in the order of the first of them."""
     groups: dict[tuple[Any, ...], list[RunRow]] = {}
     for row in rows:
-        key = (row.run, row.dataset, row.tasks, row.changed)
+        key: tuple[Any, ...] = (row.run, row.dataset, row.tasks, row.changed)
         if any(row.seed == other.seed for other in groups.get(key, ())):  # two results: not one configuration
             key = (*key, row.path)
         groups.setdefault(key, []).append(row)
