@@ -53,9 +53,9 @@ print(json.dumps(results))
 def declared() -> dict[str, Any]:
     """Every built-in component, read from its source although its module may be imported."""
     modules = {name: value for name, value in sys.modules.items() if name.partition(".")[0] in ("torch", "incvec")}
-    light = ("incvec", "incvec.config", "incvec.errors", "incvec.registry", "incvec.methods", "incvec.addons")
+    light = ("config", "errors", "registry", "declarations", "lazy", "methods", "addons")
     for name in modules:
-        if name not in light:
+        if name != "incvec" and name.removeprefix("incvec.") not in light:
             del sys.modules[name]
     try:
         found = {}
