@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from incvec.addons import ADDONS, declared_addon
-from incvec.config import RunConfig, read_yaml
+from incvec.config import RunConfig, digest, read_yaml
 from incvec.errors import ConfigError, nearest
 from incvec.methods import METHODS, declared_method
 
@@ -100,7 +100,7 @@ def read_runs(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 def expand_blocks(blocks: Sequence[Any], source: str) -> list[tuple[str, dict[str, Any]]]:
     """The settings of all runs of some blocks, each with the block that defines it."""
-    runs: list[tuple[str, dict[str, Any]]] = []
+    runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for number, block in enumerate(blocks, 1):
         where = f"{source}, block {number} of `runs`"
         if not isinstance(block, Mapping):
@@ -110,9 +110,8 @@ def expand_blocks(blocks: Sequence[Any], source: str) -> list[tuple[str, dict[st
             if not isinstance(given.get("method"), str):
                 raise ConfigError(f"{where}: method = {given.get('method')!r} is not possible: expected a name.")
         for given in drop_unused_sections(expanded):
-            if all(given != other for _, other in runs):
-                runs.append((where, given))
-    return runs
+            runs.setdefault(digest(given), (where, given))
+    return list(runs.values())
 
 
 def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") -> Iterator[dict[str, Any]]:
