@@ -209,3 +209,9 @@ def test_training_step_takes_the_documented_path(tmp_path: Path, monkeypatch: py
     remaining = iter(calls)
     for hop in hops:
         assert hop in remaining, f"{hop} is not called, or not after the hops before it"
+
+
+def test_glossary_defines_the_terms_of_the_field() -> None:
+    defined = re.findall(r"^\*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = {word.lower() for term in defined for word in re.split(r"[ ,()]+", term)}
+    assert {"exemplar", "herding", "increment", "teleport", "oracle", "barrier", "seed", "gain"} <= words

@@ -28,6 +28,7 @@ from incvec.engine import events as ev
 from incvec.engine.run import finish
 from incvec.methods import METHODS
 from incvec.presets import resolve, run_name
+from incvec.presets.given import parse_seeds
 from incvec.registry import ADDONS as REGISTERED_ADDONS
 from incvec.registry import METHODS as REGISTERED_METHODS
 from incvec.registry import PRESETS
@@ -52,9 +53,12 @@ def parse(words: tuple[str, ...]) -> dict[str, Any]:
     name, rest = "incvec", list(words[1:])
     while hasattr(command, "commands"):
         assert rest, f"{' '.join(words)} lacks a command"
-        assert rest[0] in command.commands, f"{name} has no command {rest[0]!r}"
-        assert not command.commands[rest[0]].hidden, f"{name} {rest[0]} is an old name"
-        name, command, rest = rest[0], command.commands[rest[0]], rest[1:]
+        if rest[0].startswith("--"):  # `incvec --help`
+            return dict(command.make_context(name, rest, resilient_parsing=True).params)
+        inner = command.load(rest[0]) if hasattr(command, "load") else command.commands.get(rest[0])
+        assert inner is not None, f"{name} has no command {rest[0]!r}"
+        assert not inner.hidden, f"{name} {rest[0]} is an old name"
+        name, command, rest = rest[0], inner, rest[1:]
     mentioned = not rest or "--help" in rest  # such as `incvec report` in a sentence
     return dict(command.make_context(name, rest, resilient_parsing=mentioned).params)
 
@@ -134,10 +138,12 @@ def test_run_works(command: Command, desk: Path) -> None:
         assert re.search(r"missing|does not exist|not found", done.output), done.output
         return
     assert done.exit_code == 0, done.output
-    assert len(list((desk / "runs").glob("*/record.json"))) == 1
+    given = parse(command.words)
+    seeds = [None] if given["seeds"] is None else parse_seeds(given["seeds"])
+    assert len(list((desk / "runs").glob("*/record.json"))) == (0 if given["dry_run"] else len(seeds))
     again = run_shortened(command)
     assert again.exit_code == 0
-    assert "already finished" in again.output
+    assert given["dry_run"] or "already finished" in again.output
 
 
 @pytest.mark.parametrize("command", SWEEPS, ids=str)

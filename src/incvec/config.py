@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -155,6 +157,27 @@ def upgrade_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in saved.items()
         if key not in REMOVED_SETTINGS or value != REMOVED_SETTINGS[key]
     }
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number; YAML 1.1 reads it as a string."""
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a YAML file; ConfigError if there is none, or if it cannot be read."""
+    try:
+        return yaml.load(path.read_text(), YamlLoader)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}.") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {error}") from None
 
 
 def assign(tree: dict[str, Any], setting: str) -> None:

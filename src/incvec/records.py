@@ -6,16 +6,20 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from incvec.config import upgrade_settings
 from incvec.errors import DataError
 from incvec.metrics import summarize
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
 
 FORMAT = 2  # 1 had "facts" for "statistics" and British names of settings
 READABLE_FORMATS = (1, FORMAT)
@@ -51,6 +55,8 @@ def _git(*arguments: str) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device and commit."""
+    import torch
+
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("incvec", "torchvision", "numpy", "transformers", "triton"):
         try:
@@ -193,3 +199,57 @@ def title(record: Mapping[str, Any]) -> str:
     """`podnet + ivt`, `podnet oracle`."""
     text = " + ".join([record["method"], *record["addons"]])
     return f"{text} oracle" if record["oracle"] else text
+
+
+class Records(list[dict[str, Any]]):
+    """Records in a list; `paths` has the file of each."""
+
+    def __init__(self, records: Iterable[dict[str, Any]], paths: Iterable[Path]) -> None:
+        super().__init__(records)
+        self.paths = list(paths)
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas DataFrame with one row per record.
+
+        Its columns: `run`, `method`, `addons`, `oracle`, `dataset`, `tasks`, `seed`, `AA`, `LA`, `FM`, `seconds` and
+        `path`; then every setting by its dotted name, such as `podnet.epochs`. The list has the accuracy matrix and
+        the losses.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("records(...).frame() needs pandas: pip install pandas") from error
+        rows = []
+        for record, path in zip(self, self.paths, strict=True):
+            row = {"run": title(record), "method": record["method"], "addons": " + ".join(record["addons"])}
+            row |= {key: record[key] for key in ("oracle", "dataset", "tasks", "seed")}
+            row |= {name: record["metrics"].get(name) for name in ("AA", "LA", "FM")}
+            row |= {"seconds": record.get("seconds"), "path": str(path)}
+            for key, value in record.get("config", {}).items():
+                section = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else None
+                row = {**({key: value} if section is None else section), **row}
+            rows.append(row)
+        known = ["run", "method", "addons", "oracle", "dataset", "tasks", "seed", "AA", "LA", "FM", "seconds", "path"]
+        frame = pandas.DataFrame(rows)
+        return frame[[*known, *(column for column in frame.columns if column not in known)]]
+
+
+def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record of a run: of its folder, or of a record file."""
+    return read_record(Path(path).expanduser())
+
+
+def records(*paths: str | os.PathLike[str]) -> Records:
+    """All records at or below the given folders or files, by default `runs`; a broken record is an error."""
+    files = readable([Path(path).expanduser() for path in paths or ("runs",)])
+    return Records((read_record(file) for file in files), files)
+
+
+class _CallableModule(ModuleType):
+    """`incvec.records` is this module once it is imported, and a function of `incvec`: so it can be called, too."""
+
+    def __call__(self, *paths: str | os.PathLike[str]) -> Records:
+        return records(*paths)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 import incvec
 import incvec.__main__
-from incvec.cli.main import app
+from incvec.cli.main import COMMANDS, app
 from tests.cli.conftest import PODNET, invoke, message
 
 
@@ -54,8 +55,37 @@ def test_former_module_name_is_refused_with_the_new_one() -> None:
 
 
 def test_lab_is_an_alias_of_study() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert list(commands["lab"].commands) == list(commands["study"].commands)
+    group: Any = get_command(app)
+    assert list(group.load("lab").commands) == list(group.load("study").commands)
+
+
+def test_summaries_of_commands_are_those_of_their_help() -> None:
+    """Commands are imported when they are used, so `incvec --help` has their summaries from a table."""
+    group: Any = get_command(app)
+    for name, command in COMMANDS.items():
+        if not command.hidden:
+            assert group.load(name).help.split("\n\n")[0] == command.summary, name
+    assert group.load("runs") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "absent"),
+    [
+        ("incvec s", {"sweep", "show", "study"}, "lab"),
+        ("incvec run --method po", {"podnet"}, "icarl"),
+        ("incvec run --method podnet --addon ", {"ivt", "eopc"}, "podnet"),
+        ("incvec run --dataset fo", {"folder"}, "digits"),
+        ("incvec run --ba", {"--batch-size", "--base-classes"}, "--method"),
+        ("incvec sweep dig", {"digits"}, "memory"),
+        ("incvec list presets ivt-dig", {"ivt-digits"}, "ivt-cifar100"),
+    ],
+)
+def test_shell_completion(words: str, expected: set[str], absent: str) -> None:
+    environment = {"_INCVEC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner(env=environment).invoke(app, [], prog_name="incvec")
+    found = set(result.stdout.split())
+    assert expected <= found
+    assert absent not in found
 
 
 @pytest.mark.parametrize(

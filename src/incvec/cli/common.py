@@ -24,6 +24,40 @@ PluginFiles = Annotated[
         show_default=False,
     ),
 ]
+SeedList = Annotated[
+    str | None,
+    typer.Option(
+        help="Several training seeds, such as 0,1,2 or 0-4: one run for each.",
+        show_default=False,
+        metavar="N,N,...",
+        rich_help_panel="Experiment",
+    ),
+]
+
+
+def complete_methods() -> list[str]:
+    """Names for the shell's completion; typer selects those that begin with what was typed."""
+    from incvec.methods import METHODS
+
+    return list(METHODS)
+
+
+def complete_addons() -> list[str]:
+    from incvec.addons import ADDONS
+
+    return list(ADDONS)
+
+
+def complete_datasets() -> list[str]:
+    from incvec.data.datasets import DATASETS
+
+    return list(DATASETS)
+
+
+def complete_sweeps() -> list[str]:
+    from incvec.presets import sweeps
+
+    return list(sweeps())
 
 
 def load_plugins(files: Iterable[Path] | None) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from incvec.data.class_lists import WNID, ClassList
 from incvec.data.listing import (
-    TEST_EVERY,
     TEST_FOLDERS,
     Listing,
     check_folder,
@@ -33,6 +32,7 @@ from incvec.data.listing import (
     make_listing,
     subfolders,
 )
+from incvec.data.options import TEST_EVERY
 from incvec.errors import ConfigError, DataError, nearest
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")

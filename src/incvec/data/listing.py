@@ -13,10 +13,10 @@ from pathlib import Path
 
 from incvec.data.class_lists import ClassList
 from incvec.data.image_files import EXTENSIONS
+from incvec.data.options import TEST_EVERY
 from incvec.data.store.open import is_store
 from incvec.errors import DataError, no_root
 
-TEST_EVERY = 5
 TEST_FOLDERS = ("test", "val")
 Files = tuple[tuple[Path, int], ...]  # path and label
 

@@ -17,7 +17,8 @@ from incvec.data.memory import quota
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
-from incvec.nets import check_backbone, kernels
+from incvec.nets import kernels
+from incvec.presets import check_names
 
 
 @dataclass
@@ -52,6 +53,11 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of that name. With several processes on a machine, "cuda" is the GPU of this one's local rank."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] == "mps":
+        raise ConfigError(
+            "device 'mps' is not supported: incvec was never run on Apple's GPUs, and parts of it need float64, which "
+            "torch does not have there. Use --device cpu; that is what auto selects on a Mac."
+        )
     unknown = ConfigError(f"device {name!r} is not known; expected auto, cpu, cuda or cuda:N.")
     try:
         device = torch.device(name)
@@ -71,29 +77,6 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
             )
         return torch.device("cuda", local_rank)
     return device
-
-
-def check_names(config: RunConfig) -> None:
-    """Refuse unknown names, incompatible add-ons and impossible options before any data is loaded."""
-    method = find_method(config.method)
-    before: list[str] = []
-    for name in config.addons:
-        if name in before:
-            raise ConfigError(f"add-on {name!r} is given twice.")
-        reason = find_addon(name).incompatibility(method, before)
-        if reason:
-            raise ConfigError(
-                f"add-on {name!r} cannot be combined with {' + '.join([config.method, *before])}: {reason}"
-            )
-        before.append(name)
-    options = config.options(config.method, method.Options)
-    if not method.pretrained and hasattr(options, "net"):  # pre-trained methods validate theirs
-        check_backbone(options.net)
-    for name in config.addons:
-        addon = find_addon(name)
-        reason = addon.incompatible_options(config.options(name, addon.Options), method, options)
-        if reason:
-            raise ConfigError(f"add-on {name!r} cannot be combined with {config.method} with these settings: {reason}")
 
 
 def make_autocast(device: torch.device, precision: str) -> Any:

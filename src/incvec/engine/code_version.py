@@ -40,12 +40,13 @@ BASE_FILES = (
 # found by `method_files`.
 OTHER_FILES = (
     "__init__.py", "__main__.py", "atomic_files.py", "config.py", "errors.py", "metrics.py", "records.py",
-    "registry.py", "addons/", "presets/", "methods/",
+    "registry.py", "declarations.py", "lazy.py", "addons/", "presets/", "methods/",
     "ivt/__init__.py", "ivt/batchnorm.py", "ivt/core.py", "ivt/listening.py", "ivt/optimizer_state.py", "ivt/plugin.py",
     "ivt/state.py", "ivt/transform.py",
     "nets/__init__.py",
     "data/__init__.py", "data/aircraft.py", "data/cifar.py", "data/class_lists.py", "data/dataset.py",
     "data/datasets.py", "data/digits.py", "data/folder.py", "data/image_files.py", "data/layouts.py", "data/listing.py",
+    "data/options.py",
     "data/packed.py",
     "data/store/__init__.py", "data/store/mapped.py", "data/store/open.py",
     "engine/__init__.py", "engine/checkpoint.py", "engine/code_version.py", "engine/device_errors.py",

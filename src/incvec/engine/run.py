@@ -148,7 +148,7 @@ class Run:
             for text in [changed, *self._notices(state)]:
                 if text:
                     state.progress.add_notice(text)
-                    yield ev.Notice(text)
+                    yield ev.Notice(text, warning=True)
             yield ev.Started(self.name, len(state.parts.tasks), state.parts.engine, str(self.device), resumed)
             yield from self._load_or_lock_base(state)
             if (finished := self._finished()) is not None:  # by another process, while this one waited for its base

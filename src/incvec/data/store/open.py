@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from incvec.data.image_files import Progress
-from incvec.data.store.mapped import PackedImages, Placement
+from incvec.data.options import Placement
+from incvec.data.store.mapped import PackedImages
 from incvec.errors import DataError
 
 FORMAT = 3  # 2: resized by torchvision's bilinear filter
