@@ -54,7 +54,7 @@ def test_list_prints_the_values_of_presets() -> None:
     assert {"  net: small", "  epochs: 20", "  lambda_flat: 0.3"} <= set(lines)
     every = invoke("list", "presets", "ivt").stdout
     assert "ivt+podnet:\n  last: teleport\n  head: teleport\n" in every
-    assert "ivt-cifar100+pass:\n  batchnorm: map\n" in every
+    assert "ivt+pass:\n  batchnorm: layer\n" in every
     assert "podnet-cifar100: the defaults of the options" in invoke("list", "presets", "podnet").stdout
 
 
