@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "last batch": quick("replay", "ivt", replay=STILL, last_batch="keep"),  # of 16, 22 and 28 images
     "ivt measured": quick("replay", "ivt", replay=STILL, ivt={"first_fisher": "sample", "batchnorm": "recalibrate"}),
     # (With seed 0, rounding decides whether a unit next to its ReLU's kink has a gradient.)
-    "ivt maps": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "map"}, seed=1),
+    "ivt layers": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "layer"}, seed=1),
     "ivt layers": quick("finetune", "ivt", finetune=STILL, ivt={"batchnorm": "layer"}, seed=1),
     "streamed": quick("replay", "ivt", replay={**STILL, "batch_size": 8}, dataset="packed", placement="streamed"),
 }
@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 OTHERS = {
     **{name: quick(name) for name in sorted(METHODS) if name not in ("finetune", "ewc")},
     **{f"icarl+{name}": quick("icarl", name) for name in sorted(ADDONS) if name != "ivt"},
-    "pass with maps": quick("pass", "ivt", ivt={"batchnorm": "map"}),
+    "pass with layers": quick("pass", "ivt", ivt={"batchnorm": "layer"}),
     "pass with layers": quick("pass", "ivt", ivt={"batchnorm": "layer"}),
 }
 COUNTS = (1, 2, 7, 60)

@@ -559,7 +559,7 @@ class IVT:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything needed to resume, as a flat mapping of contiguous copies; see `incvec.ivt.state`."""
-        return self.core.state(self._task, self._epoch, self._in_task, self.epochs, self._grown)
+        return self.core.state(self._task, self._epoch, self._in_task, self.epochs if self._in_task else None, self._grown)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a `state_dict`.
