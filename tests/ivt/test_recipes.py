@@ -29,7 +29,7 @@ def checkout(variable: str) -> Path:
 def run(script: str, *arguments: Any, folder: Path) -> dict[str, Any]:
     paths = [str(HERE.parents[1] / "src"), str(HERE / "recipes"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, str(HERE / "recipes" / script), *map(str, arguments)],
+        [sys.executable, "-W", "error::UserWarning:witness", str(HERE / "recipes" / script), *map(str, arguments)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
