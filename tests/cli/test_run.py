@@ -227,7 +227,7 @@ def test_dry_run_prints_every_setting_with_its_origin(tmp_path: Path, monkeypatc
     assert "tasks: 3                                     # preset of digits" in invoke(*command[:3], "--dry-run").stdout
 
 
-def test_several_seeds_are_one_run_each_and_one_row(tmp_path: Path) -> None:
+def test_several_seeds_are_one_run_each_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = ["--set", "podnet.net=tiny", "--epochs", "1", "--memory", "2", "--batch-size", "64", "--lr", "0.1"]
     command = ["run", "--method", "podnet", *short, "--set", "stop_after=2", "--out", str(tmp_path)]
     result = invoke(*command, "--seeds", "0-1", "--log", "csv")
@@ -243,6 +243,9 @@ def test_several_seeds_are_one_run_each_and_one_row(tmp_path: Path) -> None:
     again = invoke(*command, "--seeds", "1,0")
     assert again.stdout.count("already finished") == 2
     assert spread in again.stdout
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "with torchrun, give a single --seed" in message(invoke(*command, "--seeds", "0,1"))
 
 
 def test_a_folder_is_cut_into_a_stream_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

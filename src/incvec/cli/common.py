@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from incvec.declarations import declared
+
 DataRoot = Annotated[
     Path | None,
     typer.Option(
@@ -58,6 +60,11 @@ def complete_sweeps() -> list[str]:
     from incvec.presets import sweeps
 
     return list(sweeps())
+
+
+def is_torchrun() -> bool:
+    """Whether this process is one of several of a run; from its environment, without importing torch."""
+    return bool(declared("incvec.engine.distributed", "is_distributed")())
 
 
 def load_plugins(files: Iterable[Path] | None) -> None:

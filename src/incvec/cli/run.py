@@ -15,6 +15,7 @@ from incvec.cli.common import (
     complete_addons,
     complete_datasets,
     complete_methods,
+    is_torchrun,
     load_plugins,
     say,
 )
@@ -148,6 +149,8 @@ def run(
         given.set_text(setting)
     configs, stream = resolve_seeds(given, seeds, data_root)
     several = len(configs) > 1
+    if several and is_torchrun():
+        raise ConfigError("--seeds trains one run after another; with torchrun, give a single --seed.")
     folders = [
         (out / run_name(each) if several else out) if out is not None else Path("runs") / run_name(each)
         for each in configs
@@ -155,7 +158,7 @@ def run(
     for folder in folders:
         check_out(folder, "a run")
     if dry_run:
-        print_settings(configs, folders, given, stream)
+        print_settings(configs, folders, given.origins() | ({} if seeds is None else {"seed": "--seeds"}), stream)
         return
 
     from incvec.engine.distributed import is_main_process
@@ -187,21 +190,14 @@ def resolve_seeds(given: Given, seeds: str | None, data_root: Path | None) -> tu
     return [resolve({**tree, **seed}) for seed in chosen], stream
 
 
-def print_settings(configs: list[RunConfig], folders: list[Path], given: Given, stream: str) -> None:
-    """Print the configuration as YAML, each value with its origin, and the folders as comments."""
-    origins = given.origins()
-    if stream:
-        origins = dict.fromkeys(("base_classes", "tasks"), "the classes of the data root") | origins
-    if len(configs) > 1:
-        origins["seed"] = "--seeds"
-    for config, folder in zip(configs, folders, strict=True):
-        state = "finished" if (folder / "record.json").exists() else "to do"
-        typer.echo(f"# {folder} ({state})")
-        if config is configs[0]:
-            body = render(config, origins)
+def print_settings(configs: list[RunConfig], folders: list[Path], origins: dict[str, str], stream: str) -> None:
+    """Print the configuration as YAML, each value with its origin; folders and stream are comments."""
+    for folder in folders:
+        typer.echo(f"# {folder} ({'finished' if (folder / 'record.json').exists() else 'to do'})")
     if stream:
         typer.echo(f"# {stream}")
-    typer.echo(body)
+        origins = dict.fromkeys(("base_classes", "tasks"), "the classes of the data root") | origins
+    typer.echo(render(configs[0], origins))
 
 
 def train(

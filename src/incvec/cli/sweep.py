@@ -14,9 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from incvec.addons import ADDONS
-from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, load_plugins, say
+from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, say
 from incvec.config import RunConfig, assign
-from incvec.declarations import declared
 from incvec.engine.sweep import Check, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
 from incvec.methods import METHODS
@@ -98,11 +97,6 @@ def sweep(
     load_plugins(plugin)
     if run_sweep(name, out, data_root, settings or (), at_once, only, dry_run, seeds=seeds):
         raise typer.Exit(1)
-
-
-def is_torchrun() -> bool:
-    """Whether this process is one of several, from its environment: torch is not imported for it."""
-    return declared("incvec.engine.distributed", "is_distributed")()  # type: ignore[no-any-return]
 
 
 def run_sweep(
