@@ -134,7 +134,7 @@ def confusion_charts(panel: Panel) -> list[Heat]:
     """One matrix per group whose records have one; rows add up to 100 percent."""
     charts = []
     for place, group in enumerate(panel.groups, start=1):
-        matrices = [run.record.get("confusion") for run in group.runs]
+        matrices: list[list[list[int]]] = [run.record.get("confusion") or [] for run in group.runs]
         if not all(matrices) or len({len(matrix) for matrix in matrices}) > 1:
             continue
         shares = [[[100 * count / (sum(row) or 1) for count in row] for row in matrix] for matrix in matrices]
