@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import shutil
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,8 @@ from incvec.study.groups import group_runs
 from incvec.study.runs import load_runs
 from tests.conftest import same_record
 
-TEN_SEEDS = Path(__file__).parents[2] / "results" / "digits"
+ROOT = Path(__file__).parents[2]
+TEN_SEEDS = ROOT / "results" / "digits"
 SHORT = {
     "podnet": {"net": "tiny", "epochs": 1, "base_epochs": 4, "balance_epochs": 1},
     "ivt": {"interval": 1},
@@ -95,6 +98,17 @@ def test_seeds_are_checked(seeds: str, tmp_path: Path) -> None:
     assert done.exit_code == 1
     assert "expected different whole numbers" in done.output.replace("\n", " ")
     assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_shows_what_it_installs(tmp_path: Path) -> None:
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'env'}"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "GB" in lines[0]
+    assert "minutes" in lines[0]
+    (install,) = [line for line in lines if "[lab]" in line]
+    assert "--quiet" not in install
+    assert lines[-1].endswith("incvec demo")
 
 
 @pytest.mark.skipif(not TEN_SEEDS.is_dir(), reason="the records are not part of this copy")

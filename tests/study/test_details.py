@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from incvec.errors import DataError
 from incvec.study import details, figures
 from incvec.study.groups import Panel, group_runs, make_panels
 from tests.study.samples import detailed, runs_of, sample
@@ -38,7 +39,7 @@ def test_long_loss_curves_are_thinned() -> None:
 
 
 def test_teleports_are_shown_by_task_for_runs_that_have_them() -> None:
-    scale, distance = details.detail_charts(panel_of())[1:]
+    scale, distance = details.panel_details(panel_of()).training[1:]
     (line,) = scale.lines
     assert (line.label, line.x, line.seeds) == ("PODNet + IVT", (2, 3), 2)
     assert line.y == pytest.approx((0.9, 0.8))
@@ -72,6 +73,19 @@ def test_confusion_is_in_percent_and_averaged() -> None:
 
 def test_records_without_details_have_none() -> None:
     (panel,) = make_panels(group_runs(runs_of({"a": sample()})))
-    assert details.detail_charts(panel) == []
-    assert details.class_table(panel) is None
-    assert details.confusion_charts(panel) == []
+    assert details.panel_details(panel) == details.Details((), None, ())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"losses": "a"}, {"losses": [{"task": 0}]}, {"losses": [{"task": "0", "stage": "main", "terms": {"a": ["b"]}}]},
+        {"statistics": [3]}, {"statistics": [{"ivt": {"all": {"scale": "x"}}}]}, {"confusion": "a"},
+        {"confusion": [[1, "b"]]}, {"correct": {"cnn": [["a"]]}}, {"correct": 3}, {"class_counts": [0] * 6},
+        {"class_names": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_damaged_details_name_their_records(damage: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"ivt-0/record\.json"):
+        details.panel_details(panel_of(**damage))

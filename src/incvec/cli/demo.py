@@ -22,7 +22,7 @@ from incvec.study.figures.canvas import legend_below, new_figure, plot_band, plo
 from incvec.study.gains import gain_sentence
 from incvec.study.geometry import load_snapshot, path, positions, task_accuracy
 from incvec.study.paper import METRICS, by_seed, paired_gains
-from incvec.study.tables import Column, Table, mean
+from incvec.study.tables import Cell, Column, Table, mean
 
 POINTS = 51
 HOST, WITH_IVT, ORACLE = "podnet", "podnet + ivt", "podnet oracle"
@@ -95,13 +95,13 @@ def run_demo(out: Path, seeds: Sequence[int], console: Console, changes: Mapping
 
 
 def demo_table(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
-    rows = []
+    rows: list[list[str | Cell]] = []
     for name, own in records.items():
         metrics = [mean([record["metrics"][metric] for record in own]) for metric in METRICS]
         seconds = mean([statistics.mean(record["seconds"] for record in own)], ".1f")
         rows.append([name, str(len(own)), *metrics, seconds])
-    columns = ["run", *map(Column, ("seeds", *METRICS, "seconds"))]
-    return Table(columns, rows, "Digits: 4 classes, then 3 tasks of 2 classes")
+    columns = map(Column, ("seeds", *METRICS, "seconds"))
+    return Table(["run", *columns], rows, "Digits: 4 classes, then 3 tasks of 2 classes")
 
 
 def first_task_path(run: Path, data: Dataset) -> list[float]:

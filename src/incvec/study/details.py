@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
+from incvec.errors import DataError
 from incvec.study import style
 from incvec.study.charts import Heat, Line, Lines, commands_of, make_line
 from incvec.study.groups import Group, Panel
@@ -19,10 +21,25 @@ STATISTICS = {  # of an add-on, by task: label, meaning
 }
 
 
-def detail_charts(panel: Panel) -> list[Lines]:
-    """Losses, and the statistics of the teleports."""
-    charts = [loss_chart(panel), *(statistics_chart(panel, name) for name in STATISTICS)]
-    return [chart for chart in charts if chart is not None]
+@dataclass(frozen=True)
+class Details:
+    training: tuple[Lines, ...]  # losses, and the statistics of the teleports
+    classes: Table | None
+    confusion: tuple[Heat, ...]
+
+
+def panel_details(panel: Panel) -> Details:
+    """All of them; DataError if a record has something else in their place."""
+    try:
+        drawn = [loss_chart(panel), *(statistics_chart(panel, name) for name in STATISTICS)]
+        training = tuple(chart for chart in drawn if chart is not None)
+        return Details(training, class_table(panel), tuple(confusion_charts(panel)))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        files = ", ".join(run.path for group in panel.groups for run in group.runs)
+        raise DataError(
+            f"losses, statistics or counts by class are damaged ({error!r}) in one of these records: {files}. Run it "
+            "again, or remove it."
+        ) from error
 
 
 def loss_chart(panel: Panel) -> Lines | None:
@@ -134,7 +151,7 @@ def confusion_charts(panel: Panel) -> list[Heat]:
     """One matrix per group whose records have one; rows add up to 100 percent."""
     charts = []
     for place, group in enumerate(panel.groups, start=1):
-        matrices = [run.record.get("confusion") for run in group.runs]
+        matrices: list[list[list[int]]] = [run.record.get("confusion") or [] for run in group.runs]
         if not all(matrices) or len({len(matrix) for matrix in matrices}) > 1:
             continue
         shares = [[[100 * count / (sum(row) or 1) for count in row] for row in matrix] for matrix in matrices]

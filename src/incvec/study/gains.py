@@ -26,8 +26,8 @@ class Gain:
     @cached_property
     def metrics(self) -> dict[str, Comparison]:
         """AA, LA and FM with the add-ons minus those without, by seed."""
-        records = [[run.record for run in group.runs] for group in (self.with_addons, self.host)]
-        return dict(zip(METRICS, paired_gains(*map(by_seed, records)), strict=True))
+        with_addons, host = (by_seed([run.record for run in g.runs]) for g in (self.with_addons, self.host))
+        return dict(zip(METRICS, paired_gains(with_addons, host), strict=True))
 
     @property
     def addon(self) -> str:
@@ -96,5 +96,5 @@ def gains_table(gains: Sequence[Gain]) -> Table | None:
         "With the add-on minus without, by seed, in points: mean ± standard deviation of the differences. AA: accuracy "
         "averaged over the tasks; LA: after the last one (both: more is better); FM: forgetting (less is better)."
     )
-    columns = ["add-on", "method", "data", "changed", *map(Column, ("seeds", *METRICS))]
+    columns: list[Column | str] = ["add-on", "method", "data", "changed", *map(Column, ("seeds", *METRICS))]
     return Table(columns, rows, "What each add-on adds", note, "gains").without_empty_columns() if rows else None

@@ -16,8 +16,9 @@ from typing import Any
 import incvec
 from incvec.errors import DataError, check_out
 from incvec.file_names import safe_name
-from incvec.study import charts, details, figures, page_tables, reproduced, style
+from incvec.study import charts, figures, page_tables, reproduced, style
 from incvec.study.charts import Bars, Chart, Heat, Lines
+from incvec.study.details import panel_details
 from incvec.study.gains import addon_gains, gains_table, headline
 from incvec.study.groups import Group, group_runs, make_panels
 from incvec.study.page_figures import StudyFigure
@@ -84,11 +85,10 @@ def dataset_sections(dataset: str, groups: Sequence[Group], runs: Sequence[RunRe
     yield section("paper", "compared with the paper" if in_paper else "after the last task", tables, last)
     curves = [charts.accuracy_chart(panel) for panel in panels]
     yield section("tasks", "accuracy over the tasks", [page_tables.gap_table(dataset, tested)], curves)
-    training = [chart for panel in panels for chart in details.detail_charts(panel)]
-    yield section("training", "loss and teleports", [], training)
-    classes = [details.class_table(panel) for panel in panels]
-    confusion = [heat for panel in panels for heat in details.confusion_charts(panel)]
-    yield section("classes", "by class", classes, confusion)
+    inside = [panel_details(panel) for panel in panels]
+    yield section("training", "loss and teleports", [], [chart for each in inside for chart in each.training])
+    confusion = [heat for each in inside for heat in each.confusion]
+    yield section("classes", "by class", [each.classes for each in inside], confusion)
     yield section("matrices", "accuracy matrices", [], [heat for panel in panels for heat in charts.heat_charts(panel)])
     settings: list[Lines | Bars | None] = [*charts.settings_charts(tested), *charts.sweep_charts(tested)]
     settings += [charts.time_chart(stream, tested) for stream in streams]
