@@ -81,6 +81,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     here = tmp_path / "here"
     here.mkdir()
     for name, text in {**files_shown("yaml"), **files_shown("python")}.items():
+        (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(text)
     write_aircraft(here / "aircraft20.npz")
     monkeypatch.chdir(here)

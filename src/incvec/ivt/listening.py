@@ -240,7 +240,7 @@ def process_group(model: nn.Module) -> Any:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     ddp = isinstance(model, nn.parallel.DistributedDataParallel)
-    group = model.process_group if ddp else distributed.group.WORLD
+    group: Any = model.process_group if ddp else distributed.group.WORLD
     return group if distributed.get_world_size(group) > 1 else None
 
 
