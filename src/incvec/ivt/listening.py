@@ -90,7 +90,7 @@ class Listener:
                     found_inf=getattr(optimizer, "found_inf", None),
                 )
 
-        if closure is None and (last or "closure" not in inspect.signature(type(optimizer).step).parameters):
+        if closure is None and (last or not takes_closure(optimizer)):
             accumulate()
             return None
 
@@ -102,6 +102,12 @@ class Listener:
         if position is not None:
             return (*args[:position], closure_then_accumulate, *args[position + 1 :]), kwargs
         return args, {**kwargs, "closure": closure_then_accumulate}
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` has an argument `closure`. Those of torch have, though its version 2.0 hides their signature."""
+    step = type(optimizer).step
+    return step.__module__.startswith("torch.optim") or "closure" in inspect.signature(step).parameters
 
 
 class Watched(Generic[T]):

@@ -7,7 +7,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "plugin-recipes.md"
 
 
 def source(title: str) -> str:
-    start = f"```python\n# {title}\n"
+    start = f"```py\n# {title}\n"
     text = PAGE.read_text(encoding="utf-8")
     assert text.count(start) == 1, f"no single recipe {title!r} in {PAGE.name}"
     return text.split(start)[1].split("\n```")[0] + "\n"
