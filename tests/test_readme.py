@@ -41,7 +41,7 @@ EXAMPLES = {"tether": REGISTERED_METHODS, "halfway": REGISTERED_ADDONS}  # built
 
 RECIPES = "docs/plugin-recipes.md"  # needs checkouts of its hosts: tests/ivt/test_recipes.py runs it
 BLOCKS = [block for block in blocks() if block.document != RECIPES]
-COMMANDS = [command for command in commands() if command.document != RECIPES]
+COMMANDS = [command for command in commands() if not command.place.startswith(RECIPES)]
 INCVEC = [command for command in COMMANDS if command.words[0] == "incvec"]
 RUNS = [command for command in INCVEC if command.words[1] == "run" and len(command.words) > 3]
 SWEEPS = [command for command in INCVEC if command.words[1] == "sweep" and len(command.words) > 2]
