@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ivt",),
     ("",),
     ("errors", "contracts", "registry", "fused"),
+    ("text_files",),
     ("config",),
     ("atomic_files",),
     ("metrics",),

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from incvec.contracts import AddOn, Method
-from incvec.errors import ConfigError, IncvecError, nearest
+from incvec.errors import ConfigError, IncvecError, nearest, shorten
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
@@ -111,7 +111,7 @@ def find_class(registry: Registry[str], name: str, base: Kind) -> Kind:
     kind = registry.kind
     if name not in registry:
         known = f"{nearest(name, registry)} {kind.capitalize()}s: {', '.join(registry)}."
-        raise ConfigError(f"unknown {kind} {name!r}.{known}")
+        raise ConfigError(f"unknown {kind} {shorten(name)}.{known}")
     module, _, attribute = registry[name].partition(":")
     try:
         found: Any = getattr(import_module(module), attribute)

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 
 from incvec.cli import tensorboard
 from incvec.cli.common import DataRoot, PluginFiles, load_plugins, say
 from incvec.cli.progress import follow
-from incvec.config import RunConfig, assign
+from incvec.config import RunConfig, assign, read_yaml
 from incvec.data import load_dataset
 from incvec.data.store.open import is_store
 from incvec.engine.build import check_names, pick_device
@@ -23,7 +22,6 @@ from incvec.engine.checkpoint import check_finished
 from incvec.engine.distributed import init_distributed, is_main_process
 from incvec.engine.events import Event
 from incvec.engine.run import Run
-from incvec.engine.sweep import Loader
 from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import ConfigError, DataError, check_out
 from incvec.presets import resolve, run_name
@@ -160,12 +158,7 @@ def train(
 
 def read_config(file: Path) -> dict[str, Any]:
     """Read the settings of a YAML file."""
-    try:
-        content = yaml.load(file.read_text(), Loader)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {file}.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} cannot be read as YAML: {error}") from None
+    content = read_yaml(file)
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):

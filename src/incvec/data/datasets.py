@@ -17,7 +17,7 @@ from incvec.data.layouts import list_images
 from incvec.data.listing import check_folder
 from incvec.data.packed import StoreOptions, SubsetOptions
 from incvec.data.store.open import is_store, verify_store
-from incvec.errors import ConfigError, DataError, nearest
+from incvec.errors import ConfigError, DataError, nearest, shorten
 from incvec.registry import DATASETS as REGISTERED
 from incvec.registry import Registry
 
@@ -94,7 +94,7 @@ DATASETS.add_builtins(BUILTINS)
 
 def find_dataset(name: str) -> DatasetEntry:
     if name not in DATASETS:
-        raise ConfigError(f"unknown data set {name!r}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}.")
+        raise ConfigError(f"unknown data set {shorten(name)}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}.")
     return DATASETS[name]
 
 

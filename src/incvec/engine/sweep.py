@@ -13,33 +13,21 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import torch
-import yaml
 
 from incvec.addons import ADDONS, find_addon
-from incvec.config import RunConfig
-from incvec.errors import ConfigError, nearest
+from incvec.config import RunConfig, digest, read_yaml
+from incvec.errors import ConfigError, nearest, shorten
 from incvec.methods import METHODS, find_method
 
 KEYS = ("name", "summary", "check", "runs")
 METRICS = ("AA", "LA", "FM")
-
-
-class Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number; YAML 1.1 reads it as a string."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+MAX_RUNS = 10_000  # of a sweep
 
 
 @dataclass(frozen=True)
@@ -62,10 +50,7 @@ class Check:
 
 
 def read_content(path: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.load(path.read_text(), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not a sweep: {error}.") from None
+    content = read_yaml(path)
     if not isinstance(content, Mapping) or not isinstance(content.get("runs"), list):
         raise ConfigError(f"{path} is not a sweep: it needs `runs`, a list of blocks.")
     for key in content:
@@ -86,19 +71,21 @@ def read_check(path: Path) -> Check | None:
         check = Check(**given)
     except TypeError:
         raise ConfigError(
-            f"{path}: `check` takes of, metric, expected, within and hint; given was {given!r}."
+            f"{path}: `check` takes of, metric, expected, within and hint; given was {shorten(given)}."
         ) from None
     if not isinstance(check.of, Mapping):
-        raise ConfigError(f"{path}: `of` of the check is {check.of!r}; expected settings, such as method: zeroshot.")
+        raise ConfigError(
+            f"{path}: `of` of the check is {shorten(check.of)}; expected settings, such as method: zeroshot."
+        )
     if check.metric not in METRICS:
         raise ConfigError(
-            f"{path}: `metric` of the check is {check.metric!r}.{nearest(str(check.metric), METRICS)} Expected one of "
-            f"{', '.join(METRICS)}."
+            f"{path}: `metric` of the check is {shorten(check.metric)}.{nearest(str(check.metric), METRICS)} Expected "
+            f"one of {', '.join(METRICS)}."
         )
     for name in ("expected", "within"):
         value = getattr(check, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{path}: `{name}` of the check is {value!r}; expected a number.")
+            raise ConfigError(f"{path}: `{name}` of the check is {shorten(value)}; expected a number.")
     return check
 
 
@@ -110,17 +97,18 @@ def read_sweep(path: Path) -> list[dict[str, Any]]:
 def read_runs(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """As `read_sweep`, each with the place in the file where it is defined."""
     content = read_content(path)
-    runs: list[tuple[str, dict[str, Any]]] = []
+    runs: dict[str, tuple[str, dict[str, Any]]] = {}
     for number, block in enumerate(content["runs"], 1):
         where = f"{path}, block {number} of `runs`"
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{where}: expected a mapping of settings, given was {block!r}.")
+            raise ConfigError(f"{where}: expected a mapping of settings, given was {shorten(block)}.")
         for given in expand(block, where):
             if not isinstance(given.get("method"), str):
-                raise ConfigError(f"{where}: method = {given.get('method')!r} is not possible: expected a name.")
-            if all(given != other for _, other in runs):
-                runs.append((where, given))
-    return runs
+                raise ConfigError(f"{where}: method = {shorten(given.get('method'))} is not possible: expected a name.")
+            runs.setdefault(digest(given), (where, given))
+            if len(runs) > MAX_RUNS:
+                raise ConfigError(f"{where}: the lists have more than {MAX_RUNS} combinations. Divide the sweep.")
+    return list(runs.values())
 
 
 def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") -> Iterator[dict[str, Any]]:
@@ -135,7 +123,7 @@ def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") 
             choices = value if several else [value]
             if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in choices):
                 raise ConfigError(
-                    f"{where}: addons = {value!r} is not possible: expected a list of names, such as [ivt], or "
+                    f"{where}: addons = {shorten(value)} is not possible: expected a list of names, such as [ivt], or "
                     "several such lists."
                 )
         elif value == []:

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from incvec.addons import ADDONS, find_addon
+from incvec.config import read_yaml
 from incvec.contracts import AddOn, Method
 from incvec.data import DATASETS
-from incvec.engine.sweep import Loader
 from incvec.errors import DataError
 from incvec.methods import METHODS, find_method
 from incvec.nets import backbones
@@ -79,9 +77,7 @@ def everything() -> dict[str, list[dict[str, str]]]:
         ],
         "presets": [{**row, **entry(row["name"], row["component"])} for row in presets()],
         "nets": [{"name": name, "summary": summary} for name, summary in networks().items()],
-        "sweeps": [
-            {"name": name, "summary": yaml.load(file.read_text(), Loader)["summary"]} for name, file in sweeps().items()
-        ],
+        "sweeps": [{"name": name, "summary": read_yaml(file)["summary"]} for name, file in sweeps().items()],
     }
 
 
