@@ -54,13 +54,14 @@ ODD_VALUES = (
     ".nan", ".inf", "-.inf", "nan", "inf", "-inf", "1e-400", str(2**31), str(2**63), str(10**30), "9" * 5000,
     "-" + "9" * 30, "[" * 3000, "{a: " * 1000, "a" * 100_000, "\t", "%a", "@a", "`a`", "|", ">", "# a", "a: b: c",
 )  # fmt: skip
+NAMED = ("setting", "method", "device", "add-on", "data set", "variant", "network")  # in messages about a setting
 NOT_FINITE = (".nan", ".inf", "-.inf", "nan", "inf", "-inf", "1e999", "-1e999")
 UNBOUNDED = (str(2**63), str(10**30), "9" * 5000)
 # Settings that decide how much memory a run takes, with values that no machine has the memory for.
 HUGE = (
-    ("rapf.samples", 10**8), ("rapf.draws", 10**9), ("slca.samples", 10**8), ("eopc.members", 10**8),
-    ("eopc.positions", 10**8), ("fcs.mixups", 10**8), ("fcs.mixing", 10**8), ("podnet.proxies", 10**8),
-    ("geodl.positions", 10**6), ("rapf.old_classes", 10**8), ("image_size", 10**6), ("slca.align_batch_size", 10**9),
+    ("rapf.samples", 10**9), ("rapf.draws", 10**9), ("slca.samples", 4 * 10**9), ("eopc.members", 10**9),
+    ("eopc.positions", 10**9), ("fcs.mixups", 10**9), ("fcs.mixing", 10**9), ("podnet.proxies", 4 * 10**9),
+    ("geodl.positions", 10**6), ("image_size", 10**6),
 )  # fmt: skip
 
 
@@ -257,7 +258,7 @@ def bad_yaml(rng: random.Random, fixtures: Fixtures, folder: Path) -> Case:
         path.write_bytes(bytes(raw))
     else:
         damage = make_odd_file(rng, path)
-    return Case(f"{command[0]}: {damage}", [*command, "given.yaml"], mentions=("given.yaml", "setting", "method"))
+    return Case(f"{command[0]}: {damage}", [*command, "given.yaml"], mentions=("given.yaml", *NAMED))
 
 
 def make_odd_file(rng: random.Random, path: Path) -> str:
@@ -342,8 +343,8 @@ def bad_record(rng: random.Random, fixtures: Fixtures, folder: Path) -> Case:
         damage = make_odd_file(rng, path)
     command = rng.choice(
         [
-            ["show", "runs"], ["show", "runs", "--json"], ["show", "runs", "--markdown"], ["study", "gap", "runs"],
-            ["report", "runs", "-o", "report"], ["report", "runs", "-o", "report"], ["show", f"runs/{name}"],
+            ["show", "runs"], ["show", "runs", "--json"], ["show", "runs", "--markdown"], ["show", f"runs/{name}"],
+            ["study", "gap", "runs"], ["study", "gap", "runs"], ["report", "runs", "-o", "report"],
             ["run", *set_options(short_settings("podnet", *(["ivt"] if name == "ivt" else []))),
              "--set", f"oracle={json.dumps(name == 'oracle')}", "--out", f"runs/{name}"],
         ]

@@ -37,6 +37,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -45,12 +46,13 @@ import torch
 from bad_inputs import KINDS, Case, Fixtures
 from measuring import Report
 
+from incvec.__main__ import interrupt
 from incvec.__main__ import main as incvec_main
 
 OUTCOMES = ("accepted", "refused", "completed", "unclear", "traceback", "hang", "wrong", "lost")
 FAILURES = OUTCOMES[3:]
-SECONDS = 60.0  # for a command; one that trains by then has accepted its input
-TRAINING_SECONDS = 12.0
+SECONDS = 40.0  # of the processor, for a command
+TRAINING_SECONDS = 8.0  # a command that still trains then has accepted its input
 MEMORY = 6 << 30  # bytes, for a command
 COMPARED = ("metrics", "accuracy", "correct", "config", "statistics")  # of a record, with the unbroken run's
 
@@ -71,9 +73,11 @@ class Ended(NamedTuple):
 def call(arguments: Sequence[str], folder: Path, case: Case | None = None) -> Ended:
     """Run one command in the folder, in a forked process or, for `start_up`, in a new interpreter."""
     out, err = folder / ".out", folder / ".err"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until the command can handle it
     pid = os.fork()
     if pid == 0:
         _child(arguments, folder, out, err, case is not None and case.start_up)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with suppress(OSError):  # the child does so too; whichever is first
         os.setpgid(pid, pid)
     code = _wait(pid, out, list(case.signals) if case else [])
@@ -88,14 +92,16 @@ def _child(arguments: Sequence[str], folder: Path, out: Path, err: Path, start_u
         os.setpgid(0, 0)
         for stream, file in ((1, out), (2, err)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if start_up else interrupt)
         os.environ.update(COLUMNS="100", INCVEC_COMMIT="campaign", NO_COLOR="1")
         if start_up:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             os.execv(sys.executable, [sys.executable, "-m", "incvec", *arguments])
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         sys.__stderr__ = sys.stderr
         sys.argv = ["incvec", *arguments]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             incvec_main()
             code = 0
@@ -121,12 +127,19 @@ def _wait(pid: int, out: Path, signals: list[tuple[float, int]]) -> int | None:
         while signals and now >= signals[0][0]:
             number = signals.pop(0)[1]
             (os.killpg if number == signal.SIGINT else os.kill)(pid, number)  # a terminal interrupts all processes
+        stuck = now > SECONDS and not SECONDS > cpu_seconds(pid) > now / 20
         training = now > TRAINING_SECONDS and "task 1/" in (out.read_text(errors="replace") if out.exists() else "")
-        if now > SECONDS or training:
+        if stuck or training or now > 10 * SECONDS:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return 0 if training else None
         time.sleep(0.0005 if signals else 0.004)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used: on a busy machine, a command may take long without being stuck."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # Judging -----------------------------------------------------------------------------------------------------
@@ -180,6 +193,8 @@ def judge_resumed(case: Case, folder: Path, fixtures: Fixtures, ended: Ended) ->
         return "traceback", f"exit code {ended.code}: {ended.err}"
     if ended.code in (1, 2) and "error" not in ended.err:
         return "unclear", ended.err
+    if ended.code == 0:
+        return "completed", ""
     again = call(case.arguments, folder)
     if again.code != 0:
         return "lost", f"after {ended.code} {ended.err[:300]}: the same command ended with {again.code}: {again.err}"
@@ -264,10 +279,10 @@ def run_campaign(cases: int, seed: int, kinds: Sequence[str], jobs: int, root: P
     _fixtures = Fixtures.make(root)
     work = [(kind, seed, number) for kind, number in planned(cases, kinds)]
     random.Random(seed).shuffle(work)  # slow kinds at the same time as quick ones
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
         rows = []
-        for row in pool.imap_unordered(_work, work):
-            rows.append(row)
+        for job in as_completed([pool.submit(_work, each) for each in work]):
+            rows.append(row := job.result())
             if row["outcome"] in FAILURES:
                 print(f"{row['outcome']}: {row['kind']} {row['number']}: {row['case']}", file=sys.stderr, flush=True)
     return sorted(rows, key=lambda row: (list(KINDS).index(row["kind"]), row["number"]))

@@ -51,13 +51,16 @@ def user_message(error: BaseException) -> str | None:
     """
     if isinstance(error, IncvecError):
         return str(error)
+    cause: BaseException | None = error
+    while cause is not None:  # a library that cleans up after a failed write may fail again
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = f"{cause.filename}: " if cause.filename else ""
+            return f"{place}{cause.strerror}. Free some space, then run the same command again."
+        cause = cause.__cause__ or cause.__context__
     if isinstance(error, MemoryError):
         return "the memory of this machine is full. Close other programs, or use smaller settings or images."
     if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
-        place = f"{error.filename}: " if error.filename else ""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = " Free some space, then run the same command again." if full else ""
-        return f"{place}{error.strerror or error}.{advice}"
+        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
     return None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ConfigDict
+
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
@@ -16,6 +18,8 @@ from incvec.records import FORMAT, environment
 @dataclass
 class Progress:
     """A run's results so far, as plain JSON values."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of the header of a checkpoint
 
     correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
     losses: list[dict[str, Any]] = field(default_factory=list)  # one row per stage
