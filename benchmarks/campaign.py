@@ -101,6 +101,7 @@ def _child(arguments: Sequence[str], folder: Path, out: Path, err: Path, start_u
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         sys.__stderr__ = sys.stderr
         sys.argv = ["incvec", *arguments]
+        sys.modules["__main__"] = sys.modules["incvec.__main__"]  # what processes that the command starts import
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             incvec_main()
@@ -284,7 +285,8 @@ def run_campaign(cases: int, seed: int, kinds: Sequence[str], jobs: int, root: P
         for job in as_completed([pool.submit(_work, each) for each in work]):
             rows.append(row := job.result())
             if row["outcome"] in FAILURES:
-                print(f"{row['outcome']}: {row['kind']} {row['number']}: {row['case']}", file=sys.stderr, flush=True)
+                detail = " ".join(row["detail"].split())[-300:]
+                print(f"{row['outcome']}: {row['kind']} {row['number']}: {row['case']}: {detail}", file=sys.stderr)
     return sorted(rows, key=lambda row: (list(KINDS).index(row["kind"]), row["number"]))
 
 

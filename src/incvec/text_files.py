@@ -26,12 +26,15 @@ def read_bytes(path: Path, error: type[IncvecError] = DataError, limit: int = MA
     """The content of a regular file of at most `limit` bytes, or `error`. A missing file is a `FileNotFoundError`."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block
-        with open(handle, "rb") as file:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                kind = next((name for test, name in KINDS if test(status.st_mode)), "not a regular file")
+        try:
+            mode = os.fstat(handle).st_mode
+            if not stat.S_ISREG(mode):
+                kind = next((name for test, name in KINDS if test(mode)), "not a regular file")
                 raise error(f"{path} cannot be read: it is {kind}, expected a file.")
-            content = file.read(limit + 1)
+            with open(handle, "rb", closefd=False) as file:
+                content = file.read(limit + 1)
+        finally:
+            os.close(handle)
     except FileNotFoundError:
         raise
     except OSError as cause:
