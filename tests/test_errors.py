@@ -22,12 +22,9 @@ def test_errors_of_the_user_are_messages() -> None:
 
 
 def test_full_disk_is_named_when_cleaning_up_fails_as_well() -> None:
-    with pytest.raises(AttributeError) as caught:
-        try:
-            raise full_disk()
-        finally:
-            raise AttributeError("no attribute 'pos'")
-    assert "No space left" in (user_message(caught.value) or "")
+    error = AttributeError("no attribute 'pos'")
+    error.__context__ = full_disk()
+    assert "No space left" in (user_message(error) or "")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,21 +148,21 @@ def test_odd_tables_are_refused(name: str, content: bytes, expected: str, root: 
             use()
 
 
-@pytest.mark.parametrize("name", ["label", "is_test", "offsets"])
-def test_odd_arrays_are_refused(name: str, npz: tuple[Path, list[bytes]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("label", lambda array: array[:-1]), ("label", lambda array: array + 1000), ("label", lambda array: array - 5),
+        ("label", lambda array: array.astype(float)), ("label", lambda array: np.asarray(3)),
+        ("is_test", lambda array: array[:-1]), ("is_test", lambda array: array.astype(str)),
+        ("offsets", lambda array: array[:-1]), ("offsets", lambda array: array + 1000),
+        ("offsets", lambda array: array[::-1]), ("offsets", lambda array: array.astype(np.int64) - 5),
+    ],
+)  # fmt: skip
+def test_odd_arrays_are_refused(
+    name: str, change: Callable[[Any], Any], npz: tuple[Path, list[bytes]], tmp_path: Path
+) -> None:
     with np.load(npz[0]) as file:
         arrays = {key: file[key] for key in file.files}
-    odd = arrays[name]
-    for change in (odd[:-1], odd + 1000, odd.astype(float), np.asarray(3), odd.astype(np.int64) - 5, odd[::-1]):
-        if (
-            name != "offsets"
-            and len(np.atleast_1d(change)) == len(odd)
-            and change.dtype.kind in "ib"
-            and name != "label"
-        ):
-            continue  # is_test may be any number
-        if name == "label" and change is not odd and np.array_equal(np.sort(np.atleast_1d(change)), np.sort(odd)):
-            continue  # another order is another valid file
-        np.savez(tmp_path / "odd.npz", **{**arrays, name: change})
-        with pytest.raises(DataError, match=r"odd\.npz: "):
-            aircraft.copy(tmp_path / "odd.npz", tmp_path / "copy")
+    np.savez(tmp_path / "odd.npz", **{**arrays, name: change(arrays[name])})
+    with pytest.raises(DataError, match=r"odd\.npz: "):
+        aircraft.copy(tmp_path / "odd.npz", tmp_path / "copy")
