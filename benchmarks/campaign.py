@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import math
 import multiprocessing
 import os
+import pkgutil
 import random
 import resource
 import shutil
@@ -46,6 +48,8 @@ import torch
 from bad_inputs import KINDS, Case, Fixtures
 from measuring import Report
 
+import incvec.cli
+import incvec.study
 from incvec.__main__ import interrupt
 from incvec.__main__ import main as incvec_main
 
@@ -80,7 +84,7 @@ def call(arguments: Sequence[str], folder: Path, case: Case | None = None) -> En
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with suppress(OSError):  # the child does so too; whichever is first
         os.setpgid(pid, pid)
-    code = _wait(pid, out, list(case.signals) if case else [])
+    code = _wait(pid, out, list(case.signals) if case else [], may_train=case is None or case.expect == "resumed")
     texts = [file.read_text(errors="replace") if file.exists() else "" for file in (out, err)]
     return Ended(code, *texts)
 
@@ -118,7 +122,7 @@ def _child(arguments: Sequence[str], folder: Path, out: Path, err: Path, start_u
             os._exit(code)
 
 
-def _wait(pid: int, out: Path, signals: list[tuple[float, int]]) -> int | None:
+def _wait(pid: int, out: Path, signals: list[tuple[float, int]], may_train: bool) -> int | None:
     began = time.monotonic()
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -129,7 +133,11 @@ def _wait(pid: int, out: Path, signals: list[tuple[float, int]]) -> int | None:
             number = signals.pop(0)[1]
             (os.killpg if number == signal.SIGINT else os.kill)(pid, number)  # a terminal interrupts all processes
         stuck = now > SECONDS and not SECONDS > cpu_seconds(pid) > now / 20
-        training = now > TRAINING_SECONDS and "task 1/" in (out.read_text(errors="replace") if out.exists() else "")
+        training = (
+            not may_train
+            and now > TRAINING_SECONDS
+            and "task 1/" in (out.read_text(errors="replace") if out.exists() else "")
+        )
         if stuck or training or now > 10 * SECONDS:
             os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -277,6 +285,9 @@ def run_campaign(cases: int, seed: int, kinds: Sequence[str], jobs: int, root: P
     """The outcome of every case."""
     global _fixtures
     torch.set_num_threads(1)
+    for package in (incvec.cli, incvec.study):  # what a command imports when it runs, once for all
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     _fixtures = Fixtures.make(root)
     work = [(kind, seed, number) for kind, number in planned(cases, kinds)]
     random.Random(seed).shuffle(work)  # slow kinds at the same time as quick ones

@@ -57,12 +57,16 @@ def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert records.commit() == "abc123"
 
 
+CONFIG = {"method": "finetune", "addons": [], "dataset": "digits"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"config": None}, "is not a record: config is None: Input should be a valid dictionary"),
-        ({"config": {"seed": 1}}, "seed is 0, but config.seed is 1"),
-        ({"config": {"finetune": 5}}, "config.finetune is 5, expected a mapping"),
+        ({"config": CONFIG | {"seed": "1"}}, "config.seed is '1', expected a value such as 0"),
+        ({"config": CONFIG | {"addons": [1]}}, r"config.addons is \[1\], expected a list of names"),
+        ({"config": CONFIG | {"finetune": 5}}, "config.finetune is 5, expected a mapping"),
         ({"addons": 3}, "is not a record: addons is 3: Input should be a valid list"),
         ({"metrics": {}}, "metrics.AA is {}: Field required"),
         ({"metrics": ["AA"]}, r"metrics is \['AA'\]: Input should be a valid dictionary"),

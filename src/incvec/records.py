@@ -111,11 +111,15 @@ class Record(_Part):
 
     @model_validator(mode="after")
     def consistent(self) -> Record:
-        """The configuration names what the record names, and has a mapping for each method and add-on."""
+        """The configuration has what the record is named by, and a mapping for each method and add-on."""
         config = self.config
         for key in ("method", "addons", "dataset", "tasks", "oracle", "seed"):
-            if key in config and config[key] != getattr(self, key):
-                raise ValueError(f"{key} is {shorten(getattr(self, key))}, but config.{key} is {shorten(config[key])}")
+            if type(config.get(key, getattr(self, key))) is not type(getattr(self, key)):
+                raise ValueError(
+                    f"config.{key} is {shorten(config[key])}, expected a value such as {getattr(self, key)}"
+                )
+        if not all(isinstance(name, str) for name in config.get("addons", ())):
+            raise ValueError(f"config.addons is {shorten(config['addons'])}, expected a list of names")
         for section in (self.method, *self.addons):
             if not isinstance(config.get(section, {}), dict):
                 raise ValueError(f"config.{section} is {shorten(config[section])}, expected a mapping of settings")
@@ -217,6 +221,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def check_consistent(record: Mapping[str, Any], path: Path) -> None:
     missing = [key for key in ("config", "environment") if not isinstance(record.get(key), Mapping)]
+    missing += [f"config.{key}" for key in ("method", "addons", "dataset") if key not in record.get("config", {})]
     if missing:
         raise DataError(f"{path} lacks {' and '.join(missing)}, so how it was run is unknown. Run it again.")
     try:
