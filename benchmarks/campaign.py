@@ -103,7 +103,7 @@ def _child(arguments: Sequence[str], folder: Path, out: Path, err: Path, start_u
             os.execv(sys.executable, [sys.executable, "-m", "incvec", *arguments])
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        sys.__stderr__ = sys.stderr
+        vars(sys)["__stderr__"] = sys.stderr  # for faulthandler
         sys.argv = ["incvec", *arguments]
         sys.modules["__main__"] = sys.modules["incvec.__main__"]  # what processes that the command starts import
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -299,6 +299,16 @@ def run_campaign(cases: int, seed: int, kinds: Sequence[str], jobs: int, root: P
                 detail = " ".join(row["detail"].split())[-300:]
                 print(f"{row['outcome']}: {row['kind']} {row['number']}: {row['case']}: {detail}", file=sys.stderr)
     return sorted(rows, key=lambda row: (list(KINDS).index(row["kind"]), row["number"]))
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table of docs/reliability.md."""
+    names = ["tried", *OUTCOMES]
+    total = {"kind": "all"} | {name: sum(row[name] for row in rows) for name in names}
+    lines = [f"| inputs | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    return "\n".join(
+        lines + [f"| {row['kind']} | {' | '.join(str(row[name]) for name in names)} |" for row in [*rows, total]]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

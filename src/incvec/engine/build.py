@@ -170,7 +170,8 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
 def check_memory(config: RunConfig, method: Method, addons: Sequence[AddOn], device: torch.device) -> None:
     """Refuse options with which a run cannot fit into the memory of the device."""
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else available_memory()
-    for part in (method, *addons):
+    parts: list[Method | AddOn] = [method, *addons]
+    for part in parts:
         for option, needed in part.memory().items():
             if needed > total:
                 raise ConfigError(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -52,6 +52,7 @@ def write_chunks(root: Path, chunks: Sequence[Chunk], workers: int) -> Iterator[
     context = _Context()
     context.set_forkserver_preload([__name__])
     # Ctrl-C is for the parent. The fork server inherits the mask, and its children do, before they can run any code.
+    resource_tracker.ensure_running()  # first: it would unblock the signal again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

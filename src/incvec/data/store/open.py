@@ -255,7 +255,7 @@ def _read_metadata(path: Path) -> Store:
                 f"{FORMAT}). {PACK_AGAIN}"
             )
         valid = Metadata.model_validate_json(json.dumps(metadata))
-        parts = {name: StorePart(**dict(part)) for name, part in valid.parts.items()}
+        parts: dict[str, StorePart] = {name: StorePart(**dict(part)) for name, part in valid.parts.items()}
         if any(len(part.checksums) != len(part.chunks()) for part in parts.values()):
             raise ValueError("it does not have one checksum per chunk")
         return Store(path, valid.side, valid.classes, metadata["about"], parts, valid.fingerprint)
