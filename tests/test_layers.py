@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ivt", "lazy"),
     ("",),
     ("errors", "contracts", "registry", "fused", "file_names"),
-    ("declarations",),
+    ("declarations", "text_files"),
     ("config",),
     ("atomic_files",),
     ("metrics",),

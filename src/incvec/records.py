@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -11,11 +12,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from incvec.config import upgrade_settings
-from incvec.errors import DataError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from incvec.config import MAX_DEPTH, MAX_TEXT, first_problem, upgrade_settings
+from incvec.errors import DataError, shorten
 from incvec.metrics import summarize
+from incvec.text_files import read_text
 
 if TYPE_CHECKING:
     import pandas
@@ -23,12 +27,112 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # 1 had "facts" for "statistics" and British names of settings
 READABLE_FORMATS = (1, FORMAT)
-REQUIRED: dict[str, type] = {
-    "method": str, "addons": list, "dataset": str, "tasks": int, "oracle": bool, "seed": int, "accuracy": list,
-    "test_counts": list, "metrics": dict,
-}  # fmt: skip
-OPTIONAL: dict[str, type] = {"config": dict, "base": dict}  # not in the first records
 TOLERANCE = 1e-6  # between a record's metrics and those computed from its accuracy matrix
+
+
+# The schema of a record ---------------------------------------------------------------------------------------
+
+
+def _printable(text: str) -> str:
+    if not text.replace("\n", " ").isprintable():
+        raise ValueError("expected printable characters")
+    return text
+
+
+def _settings(value: Any, where: tuple[str, ...] = ()) -> Any:
+    """A recorded configuration, checked value by value."""
+    if len(where) > MAX_DEPTH:
+        raise ValueError(f"expected at most {MAX_DEPTH} levels")
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        place = (*where, str(key))
+        if isinstance(each, dict | list):
+            _settings(each, place)
+        elif isinstance(each, float) and not math.isfinite(each):
+            raise ValueError(f"{'.'.join(place)} is {each}, expected a finite number")
+        for text in (key, each):
+            if isinstance(text, str) and (len(text) > MAX_TEXT or not text.isprintable()):
+                raise ValueError(f"expected up to {MAX_TEXT} printable characters in {shorten('.'.join(place))}")
+    return value
+
+
+Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
+Name = Annotated[Text, Field(min_length=1, max_length=200)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Percent = Annotated[float, Field(ge=-1e-6, le=100 + 1e-6)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    """A mapping in a record. Keys that are not listed may be anything, and nothing reads them."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Metrics(_Part):
+    AA: Percent
+    LA: Percent
+    FM: float | None = None  # none after a single task
+    a: list[Percent] | None = None  # the first records had none
+
+
+class Environment(_Part):
+    versions: dict[Text, Text] | None = None
+    device: Text | None = None
+    commit: Text | None = None
+
+
+class Engine(_Part):
+    kind: Text | None = None
+    precision: Text | None = None
+    notices: list[Text] = []
+    ranks: list[Count] = []
+
+
+class Record(_Part):
+    """What every command may rely on once `read_record` has returned. The first records lack what has a default."""
+
+    method: Name
+    addons: list[Name]
+    dataset: Name
+    tasks: Count
+    oracle: bool
+    seed: Count
+    accuracy: Annotated[list[list[Percent]], Field(min_length=1)]
+    test_counts: list[Count]
+    metrics: Metrics
+    order_seed: Count | None = None
+    class_order: list[Count] | None = None
+    config: Annotated[dict[str, Any], AfterValidator(_settings)] = {}
+    base: dict[Text, Any] = {}
+    seconds: Seconds | None = None
+    task_seconds: list[Seconds] | None = None
+    losses: list[Any] | None = None
+    statistics: list[Any] | None = None
+    engine: Engine | None = None
+    environment: Environment | None = None
+    data_fingerprint: Text | None = None
+
+    @model_validator(mode="after")
+    def consistent(self) -> Record:
+        """The configuration has what the record is named by, and a mapping for each method and add-on."""
+        config = self.config
+        for key in ("method", "addons", "dataset", "tasks", "oracle", "seed"):
+            if type(config.get(key, getattr(self, key))) is not type(getattr(self, key)):
+                raise ValueError(
+                    f"config.{key} is {shorten(config[key])}, expected a value such as {getattr(self, key)}"
+                )
+        if not all(isinstance(name, str) for name in config.get("addons", ())):
+            raise ValueError(f"config.addons is {shorten(config['addons'])}, expected a list of names")
+        for section in (self.method, *self.addons):
+            if not isinstance(config.get(section, {}), dict):
+                raise ValueError(f"config.{section} is {shorten(config[section])}, expected a mapping of settings")
+        return self
+
+
+REQUIRED = [name for name, field in Record.model_fields.items() if field.is_required()]
+
+
+# What a record says about its run -----------------------------------------------------------------------------
 
 
 def commit() -> str | None:
@@ -87,10 +191,10 @@ def read_record(path: Path, strict: bool = False) -> dict[str, Any]:
     if path.is_dir():
         path = path / "record.json"
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(read_text(path), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise DataError(f"there is no record at {path}: the run has not finished, or is elsewhere.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a record: {error}.") from None
     if not isinstance(record, dict):
         raise DataError(f"{path} is not a record: it contains a {type(record).__name__}, a mapping was expected.")
@@ -98,28 +202,29 @@ def read_record(path: Path, strict: bool = False) -> dict[str, Any]:
     # A later format may lack some keys. A file without any of them is something else that has a format.
     if len(missing) < len(REQUIRED) and record.get("format", 1) not in READABLE_FORMATS:
         raise DataError(
-            f"{path} is a record of format {record['format']!r}, this version of incvec reads up to {FORMAT}: use the "
-            "version that wrote it, or a newer one."
+            f"{path} is a record of format {shorten(record['format'])}, this version of incvec reads up to {FORMAT}: "
+            "use the version that wrote it, or a newer one."
         )
     if missing:
         raise DataError(f"{path} is not a record: it lacks {', '.join(missing)}.")
-    for key, kind in (REQUIRED | OPTIONAL).items():
-        if key in record and not isinstance(record[key], kind):
-            given = type(record[key]).__name__
-            raise DataError(f"{path} is not a record: {key} is a {given}, a {kind.__name__} was expected.")
-    for name in ("AA", "LA", "FM"):
-        value = record["metrics"].get(name)
-        if value is None and name == "FM":  # a single task has no FM
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
+    try:
+        Record.model_validate(record)
+    except ValidationError as error:
+        key, given, problem = first_problem(error)
+        found = f"{key} is {shorten(given)}: " if key else ""
+        raise DataError(f"{path} is not a record: {found}{problem}.") from None
     if strict:
         check_consistent(record, path)
     return upgrade_record(record)
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it contains {name}, which is not a number")
+
+
 def check_consistent(record: Mapping[str, Any], path: Path) -> None:
     missing = [key for key in ("config", "environment") if not isinstance(record.get(key), Mapping)]
+    missing += [f"config.{key}" for key in ("method", "addons", "dataset") if key not in record.get("config", {})]
     if missing:
         raise DataError(f"{path} lacks {' and '.join(missing)}, so how it was run is unknown. Run it again.")
     try:
@@ -189,8 +294,8 @@ def _meant_as_record(file: Path) -> bool:
     if file.name == "record.json":
         return True
     try:
-        content = json.loads(file.read_text())
-    except (ValueError, OSError):
+        content = json.loads(read_text(file))
+    except (ValueError, RecursionError, OSError, DataError):
         return True
     return isinstance(content, dict) and sum(key in content for key in REQUIRED) > len(REQUIRED) // 2
 

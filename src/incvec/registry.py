@@ -27,7 +27,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar
 
-from incvec.errors import ConfigError, IncvecError, nearest
+from incvec.errors import ConfigError, IncvecError, nearest, shorten
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
@@ -110,7 +110,7 @@ def find_class(registry: Registry[str], name: str) -> Any:
     kind = registry.kind
     if name not in registry:
         known = f"{nearest(name, registry)} {kind.capitalize()}s: {', '.join(registry)}."
-        raise ConfigError(f"unknown {kind} {name!r}.{known}")
+        raise ConfigError(f"unknown {kind} {shorten(name)}.{known}")
     module, _, attribute = registry[name].partition(":")
     try:
         found: Any = getattr(import_module(module), attribute)

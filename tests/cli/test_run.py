@@ -310,7 +310,7 @@ def test_a_folder_is_cut_into_a_stream_that_fits(tmp_path: Path, monkeypatch: py
         (["--method", "podnet", "--seeds", "0,one"], "--seeds '0,one' is not possible: expected different"),
         (["--method", "podnet", "--seeds", "1,1"], "expected different whole numbers, such as 0,1,2 or 0-4"),
         (["--method", "podnet", "--seed", "1", "--seeds", "1,2"], "--seed and --seeds exclude each other"),
-        (["--config", "bad.yaml"], "cannot be read as YAML"),
+        (["--config", "bad.yaml"], "bad.yaml is not valid YAML"),
         (["--config", "number.yaml"], "unknown setting podnet.5"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",

@@ -128,7 +128,7 @@ def test_invalid_block_is_named_in_the_error(runs: str, message: str, tmp_path: 
 def test_file_that_is_not_a_sweep_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"runs: [{method: finetune}] # caf\xe9")
-    with pytest.raises(ConfigError, match="cannot be read as YAML: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml cannot be read as text: 'utf-8' codec"):
         plan(str(file))
     for key, message in (("run", "'run'. Did you mean 'runs'"), ("5", "5"), ("seeds", "'seeds'")):
         file.write_text(f"runs: [{{method: finetune}}]\n{key}: [0, 1]")

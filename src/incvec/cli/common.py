@@ -77,6 +77,7 @@ def load_plugins(files: Iterable[Path] | None) -> None:
 
 def say(text: str, *, style: str = "", console: Console | None = None) -> None:
     """Print text verbatim: brackets are not markup, numbers are not highlighted, long lines are not wrapped."""
+    text = text.encode(errors="backslashreplace").decode()  # names of files may be any bytes
     (console or Console()).print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -6,7 +6,6 @@ summaries from the table below.
 
 from __future__ import annotations
 
-import errno
 import inspect
 import sys
 from importlib import import_module
@@ -18,7 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import incvec
 from incvec.cli.common import say, say_error
-from incvec.errors import IncvecError
+from incvec.errors import REPORT_AT, user_message
 
 EXIT_INTERRUPTED = 130  # the shell convention for a program ended by Ctrl-C
 
@@ -97,24 +96,24 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except IncvecError as error:
-            say_error(str(error))
-        except OSError as error:
-            if error.errno == errno.EPIPE or error.filename is None:
-                raise
-            say_error(f"{error.filename}: {error.strerror}.")
-        except RuntimeError as error:
-            exit_if_peer_failed(error)
-            raise
         except KeyboardInterrupt:
             say("Interrupted. Run the same command again to resume.", console=Console(stderr=True))
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except Exception as error:
+            exit_if_peer_failed(error)
+            message = user_message(error)
+            if message is None:
+                # Typer reports its own exceptions: wrong usage, and the end of a command.
+                if not type(error).__module__.startswith(("typer", "click")):
+                    error.add_note(REPORT_AT)
+                raise
+            say_error(message)
         raise typer.Exit(1)
 
 
-def exit_if_peer_failed(error: RuntimeError) -> None:
+def exit_if_peer_failed(error: Exception) -> None:
     """End this process if another process of a distributed run failed; that process reports the cause."""
-    if "torch" not in sys.modules:  # the end of `incvec run --help` is a RuntimeError, too
+    if not isinstance(error, RuntimeError) or "torch" not in sys.modules:  # so does `incvec run --help` end
         return
     from incvec.engine.distributed import abort, is_main_process, is_peer_failure
 

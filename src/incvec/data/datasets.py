@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from incvec.config import validate
 from incvec.data.options import DatasetOptions, FolderOptions, StoreOptions, SubsetOptions
-from incvec.errors import ConfigError, DataError, nearest
+from incvec.errors import ConfigError, DataError, nearest, shorten
 from incvec.registry import DATASETS as REGISTERED
 from incvec.registry import Registry
 
@@ -103,7 +103,7 @@ DATASETS.add_builtins(BUILTINS)
 
 def find_dataset(name: str) -> DatasetEntry:
     if name not in DATASETS:
-        raise ConfigError(f"unknown data set {name!r}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}.")
+        raise ConfigError(f"unknown data set {shorten(name)}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}.")
     return DATASETS[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,6 +14,7 @@ from incvec.addons import find_addon
 from incvec.config import RunConfig
 from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
+from incvec.data.image_files import available_memory
 from incvec.data.memory import quota
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
@@ -144,7 +146,21 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     for name in config.addons:
         cls = find_addon(name)
         addons.append(cls(config.options(name, cls.Options), world, method))
+    check_memory(config, method, addons, device)
     return RunParts(world, method, addons, test, trained, order, engine, precision)
+
+
+def check_memory(config: RunConfig, method: Method, addons: Sequence[AddOn], device: torch.device) -> None:
+    """Refuse options with which a run cannot fit into the memory of the device."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else available_memory()
+    parts: list[Method | AddOn] = [method, *addons]
+    for part in parts:
+        for option, needed in part.memory().items():
+            if needed > total:
+                raise ConfigError(
+                    f"setting {part.name}.{option} = {config.sections[part.name][option]} needs {needed / 1e9:.0f} GB "
+                    f"of memory or more, and {device} has {total / 1e9:.0f} GB: lower it."
+                )
 
 
 def grow(parts: RunParts, task: Task, seed: int) -> None:

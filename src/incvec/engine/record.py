@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ConfigDict
+
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
@@ -21,6 +23,8 @@ MAX_CONFUSION = 50  # classes; a larger confusion matrix would be most of the re
 @dataclass
 class Progress:
     """A run's results so far, as plain JSON values."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of the header of a checkpoint
 
     correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
     confusion: list[list[int]] = field(default_factory=list)  # after the last task: class -> predicted class

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from incvec.addons import ADDONS, declared_addon
 from incvec.config import RunConfig, digest, read_yaml
-from incvec.errors import ConfigError, nearest
+from incvec.errors import ConfigError, nearest, shorten
 from incvec.methods import METHODS, declared_method
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 KEYS = ("name", "summary", "check", "runs")
 METRICS = ("AA", "LA", "FM")
+MAX_RUNS = 10_000  # of a sweep
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,21 @@ def read_check(path: Path) -> Check | None:
         check = Check(**given)
     except TypeError:
         raise ConfigError(
-            f"{path}: `check` takes of, metric, expected, within and hint; given was {given!r}."
+            f"{path}: `check` takes of, metric, expected, within and hint; given was {shorten(given)}."
         ) from None
     if not isinstance(check.of, Mapping):
-        raise ConfigError(f"{path}: `of` of the check is {check.of!r}; expected settings, such as method: zeroshot.")
+        raise ConfigError(
+            f"{path}: `of` of the check is {shorten(check.of)}; expected settings, such as method: zeroshot."
+        )
     if check.metric not in METRICS:
         raise ConfigError(
-            f"{path}: `metric` of the check is {check.metric!r}.{nearest(str(check.metric), METRICS)} Expected one of "
-            f"{', '.join(METRICS)}."
+            f"{path}: `metric` of the check is {shorten(check.metric)}.{nearest(str(check.metric), METRICS)} Expected "
+            f"one of {', '.join(METRICS)}."
         )
     for name in ("expected", "within"):
         value = getattr(check, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{path}: `{name}` of the check is {value!r}; expected a number.")
+            raise ConfigError(f"{path}: `{name}` of the check is {shorten(value)}; expected a number.")
     return check
 
 
@@ -104,13 +107,15 @@ def expand_blocks(blocks: Sequence[Any], source: str) -> list[tuple[str, dict[st
     for number, block in enumerate(blocks, 1):
         where = f"{source}, block {number} of `runs`"
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{where}: expected a mapping of settings, given was {block!r}.")
+            raise ConfigError(f"{where}: expected a mapping of settings, given was {shorten(block)}.")
         expanded = list(expand(block, where))
         for given in expanded:
             if not isinstance(given.get("method"), str):
-                raise ConfigError(f"{where}: method = {given.get('method')!r} is not possible: expected a name.")
+                raise ConfigError(f"{where}: method = {shorten(given.get('method'))} is not possible: expected a name.")
         for given in drop_unused_sections(expanded):
             runs.setdefault(digest(given), (where, given))
+            if len(runs) > MAX_RUNS:
+                raise ConfigError(f"{where}: the lists have more than {MAX_RUNS} combinations. Divide the sweep.")
     return list(runs.values())
 
 
@@ -126,7 +131,7 @@ def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") 
             choices = value if several else [value]
             if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in choices):
                 raise ConfigError(
-                    f"{where}: addons = {value!r} is not possible: expected a list of names, such as [ivt], or "
+                    f"{where}: addons = {shorten(value)} is not possible: expected a list of names, such as [ivt], or "
                     "several such lists."
                 )
         elif value == []:

@@ -25,13 +25,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from incvec.addons import ADDONS, declared_addon
-from incvec.config import RunConfig, validate
+from incvec.config import RunConfig, read_yaml, validate
 from incvec.data.datasets import dataset_options, find_dataset
 from incvec.declarations import declared
-from incvec.errors import ConfigError, nearest
+from incvec.errors import ConfigError, nearest, shorten
 from incvec.methods import METHODS, declared_method
 from incvec.presets.names import changes_text
 from incvec.registry import PRESETS
@@ -91,7 +89,7 @@ def _sources(component: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if isinstance(found, Mapping):
             yield package, found
         elif found is not None and (listed or found.is_file()):
-            yield str(found), yaml.safe_load(Path(str(found)).read_text()) or {}
+            yield str(found), read_yaml(Path(str(found))) or {}
 
 
 def load_presets(component: str) -> ComponentPresets:
@@ -177,10 +175,11 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("no method was named; --method takes one of: " + ", ".join(METHODS) + ".")
     for key in ("method", "dataset", "variant"):
         if not isinstance(given.get(key, ""), str):
-            raise ConfigError(f"setting {key} = {given[key]!r} is not possible: expected a name.")
-    if isinstance(given.get("addons"), str) or not all(isinstance(name, str) for name in given.get("addons", ())):
-        raise ConfigError(f"setting addons = {given['addons']!r} is not possible: expected a list of names.")
-    method, addons = given["method"], tuple(given.get("addons", ()))
+            raise ConfigError(f"setting {key} = {shorten(given[key])} is not possible: expected a name.")
+    addons = given.get("addons", ())
+    if not isinstance(addons, list | tuple) or not all(isinstance(name, str) for name in addons):
+        raise ConfigError(f"setting addons = {shorten(addons)} is not possible: expected a list of names.")
+    method, addons = given["method"], tuple(addons)
     kinds = {method: declared_method(method).Options} | {name: declared_addon(name).Options for name in addons}
     dataset = given.get("dataset", "digits")
     find_dataset(dataset)
@@ -190,12 +189,12 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
         variants = ["paper", *entry.variants] if entry else []
         if variant not in variants:
             known = ", ".join(variants) or "none"
-            raise ConfigError(f"{method} has no variant {variant!r} for {dataset}; it has: {known}.")
+            raise ConfigError(f"{method} has no variant {shorten(variant)} for {dataset}; it has: {known}.")
     sections: dict[str, Values] = {}
     for name, kind in kinds.items():
         options = given.pop(name, None) or {}
         if not isinstance(options, Mapping):
-            raise ConfigError(f"{name} is a section with its own settings ({name}.key=value), not {options!r}.")
+            raise ConfigError(f"{name} is a section with its own settings ({name}.key=value), not {shorten(options)}.")
         base: Values = {}
         for values in layers_of(name, method, dataset, variant).values():
             base |= values
@@ -209,7 +208,7 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
             hint = f" Did you mean '{owners[0]}.{key}'?" if owners else nearest(key, [*fields, *kinds])
             if not owners and not other:
                 hint += f" Known settings: {', '.join(sorted(fields))}; and those of {', '.join(kinds)}."
-            raise ConfigError(f"unknown setting {key!r}{other}.{hint}")
+            raise ConfigError(f"unknown setting {shorten(key)}{other}.{hint}")
     values = {**preset_stream(method, dataset), **given}
     if values.get("class_order") is not None:
         values["order_seed"] = None  # an explicit order does not come from a seed
