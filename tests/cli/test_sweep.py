@@ -190,7 +190,7 @@ def dry_run(name: str, out: Path, *settings: str, only: str | None = None) -> st
 
 def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
     shown = dry_run("digits", tmp_path, "ivt.fisher_loss=own", "ivt.interval=null", only="podnet+ivt")
-    assert "ivt.fisher_loss=own, ivt.interval=null" in shown
+    assert "ivt.interval=null, ivt.fisher_loss=own" in shown
 
 
 def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Path) -> None:

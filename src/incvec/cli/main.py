@@ -35,7 +35,7 @@ COMMANDS = {
     "demo": Command(
         "demo",
         "Training",
-        "Train four runs on embedded digits: finetune, PODNet, PODNet + IVT and PODNet's oracle.",
+        "Train PODNet without and with IVT on embedded digits with three seeds each, and PODNet's oracle once.",
     ),
     "run": Command(
         "run", "Training", "Train one method on one data set, task by task, and write a record of the results."
