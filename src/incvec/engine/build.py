@@ -14,6 +14,7 @@ from incvec.config import RunConfig
 from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
 from incvec.data.memory import quota
+from incvec.data.stream import make_tasks
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
@@ -115,7 +116,12 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     options = config.options(config.method, kind.Options)
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
-    tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
+    if kind.joint:
+        tasks = split(n_classes, n_classes, 0)
+    elif config.task_sizes is not None:
+        tasks = make_tasks(n_classes, config.task_sizes)
+    else:
+        tasks = split(n_classes, config.base_classes, config.tasks)
     if config.stop_after is not None and config.stop_after > len(tasks):
         raise ConfigError(
             f"stop_after={config.stop_after}: the stream has {len(tasks)} tasks. Give 1 to {len(tasks)}, or leave it "

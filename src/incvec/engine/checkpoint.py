@@ -216,7 +216,8 @@ def check_start(
         raise CheckpointError(f"{prefix}: it is of {other['method']}, this run is {method} with {net}.")
     if meta["class_order"][:seen] != parts.order[:seen] or meta["fingerprint"] != dataset.fingerprint:
         raise CheckpointError(f"{prefix}: its classes so far, or their images, differ from this run's.")
-    theirs = [task.n_new for task in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
+    sizes = other.get("task_sizes")
+    theirs = sizes or [t.n_new for t in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
     ours = [task.n_new for task in parts.tasks]
     if theirs[: grown + 1] != ours[: grown + 1]:
         raise CheckpointError(
