@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("addons",),
     ("presets",),
     ("engine",),
+    ("classifier",),
     ("study",),
     ("cli", "__main__", "lab"),
 )

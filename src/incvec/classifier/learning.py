@@ -1,0 +1,391 @@
+"""One `learn`: a run of the engine whose stream goes on where the model folder's ended, then a commit.
+
+The run's data set has the remembered photos of old classes and the new photos. It trains the last task only, in the
+folder `learning`, from whose checkpoint an interrupted `learn` resumes. The model folder changes in one step at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from incvec.atomic_files import read_tensors, write_bytes
+from incvec.classifier.folder import (
+    Description,
+    Learned,
+    ModelFolder,
+    Photos,
+    Preprocessing,
+    decode,
+    encode,
+)
+from incvec.classifier.network import Network, build_network, in_batches
+from incvec.classifier.photos import ClassPhotos, check_new, list_photos, load_squares
+from incvec.config import RunConfig, digest
+from incvec.contracts import Method
+from incvec.data.dataset import Dataset
+from incvec.data.select import herd
+from incvec.engine import events as ev
+from incvec.engine.checkpoint import trained_tensors
+from incvec.engine.run import Run
+from incvec.engine.state import RunState
+from incvec.errors import ConfigError
+from incvec.methods import METHODS, find_method
+from incvec.presets import resolve
+
+CHECK_FROM = 20  # photos of a class from which some are held out to measure accuracy
+CHECK_SHARE = 10  # one in ten of them, at most
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
+Listen = Callable[[ev.Event], None]
+
+# Training settings for pre-trained backbones, for the settings that a method has. From scratch: the presets of `folder`.
+FINE_TUNING: dict[str, Any] = {
+    "epochs": 10,
+    "batch_size": 32,
+    "optimizer": "sgd",
+    "lr": 0.01,
+    "weight_decay": 1e-4,
+    "schedule": "cosine",
+    "milestones": [],
+    "brightness": 0.1,
+    "normalization": "default",
+}
+FINE_TUNING_IVT: dict[str, Any] = {"interval": 3, "last": "skip", "head": "keep", "batchnorm": "keep"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is chosen once, at the first `learn`."""
+
+    backbone: str
+    preprocessing: Preprocessing
+    method: str
+    addons: tuple[str, ...]
+    sections: Mapping[str, Mapping[str, Any]]
+    memory: int
+    check: int
+    seed: int
+    pretrained: bool
+
+
+def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
+    """The complete settings of the method and its add-ons."""
+    kind = find_method(settings.method)
+    if kind.pretrained or kind.joint:
+        usable = [name for name in METHODS if not find_method(name).pretrained and not find_method(name).joint]
+        reason = "needs a dual encoder of images and texts" if kind.pretrained else "trains all classes at once"
+        raise ConfigError(f"the method {settings.method!r} {reason}; a classifier takes one of: {', '.join(usable)}.")
+    if kind.exemplars and settings.memory == 0:
+        without = [n for n in METHODS if not (find_method(n).pretrained or find_method(n).exemplars)]
+        raise ConfigError(
+            f"the method {settings.method!r} trains on remembered photos, but memory is 0. Give memory, or a method "
+            f"that needs none: {', '.join(without)}."
+        )
+    fields = kind.Options.model_fields  # type: ignore[attr-defined]
+    start: dict[str, Any] = {"net": settings.backbone}
+    if settings.pretrained:
+        start |= {name: value for name, value in FINE_TUNING.items() if name in fields}
+        if "adapt_epochs" in fields:
+            start["adapt_epochs"] = 0
+    if settings.memory and "memory" in fields:
+        start["memory"] = settings.memory
+    given: dict[str, Any] = {"method": settings.method, "addons": list(settings.addons), "dataset": "folder"}
+    given[settings.method] = start | dict(settings.sections.get(settings.method, {}))
+    for addon in settings.addons:
+        defaults = FINE_TUNING_IVT if settings.pretrained and addon == "ivt" else {}
+        given[addon] = defaults | dict(settings.sections.get(addon, {}))
+    for name in settings.sections:
+        if name not in given:
+            raise ConfigError(f"settings of {name!r} were given, but the classifier uses {settings.method!r}.")
+    config = resolve(given)
+    return {name: dict(section) for name, section in config.sections.items()}
+
+
+class LearnRun(Run):
+    """A run that starts from the weights of a model folder, or of a pre-trained backbone."""
+
+    def __init__(self, config: RunConfig, dataset: Dataset, out: Path, prepare: Callable[[RunState], None]) -> None:
+        super().__init__(config, dataset, out)
+        self.prepare = prepare
+
+    def _build(self) -> RunState:
+        state = super()._build()
+        if not self.checkpoint_path.exists():
+            self.prepare(state)
+        return state
+
+
+@dataclass(frozen=True)
+class NewPhotos:
+    """The decoded photos of one `learn`, split into those to train on and those to check accuracy with."""
+
+    source: Path
+    squares: Tensor  # uint8 [N, 3, stored, stored]
+    labels: Tensor
+    check_squares: Tensor
+    check_labels: Tensor
+
+    @property
+    def count(self) -> int:
+        return len(self.labels) + len(self.check_labels)
+
+    def fingerprint(self) -> str:
+        hashed = hashlib.blake2b(digest_size=16)
+        for tensor in (self.squares, self.labels, self.check_squares, self.check_labels):
+            hashed.update(tensor.contiguous().numpy().tobytes())
+        return hashed.hexdigest()
+
+
+def load_new(
+    photos: ClassPhotos, classes: Sequence[str], stored: int, check: int, progress: Progress | None
+) -> NewPhotos:
+    files = photos.labelled(classes)
+    report = None if progress is None else lambda done, total: progress("reading photos", done, total)
+    squares = load_squares(files, stored, report)
+    labels = torch.tensor([label for _, label in files], dtype=torch.int64)
+    held_out = torch.zeros(len(files), dtype=torch.bool)
+    for label in labels.unique().tolist():
+        rows = (labels == label).nonzero().flatten()
+        count = min(check, len(rows) // CHECK_SHARE) if len(rows) >= CHECK_FROM else 0
+        held_out[rows[torch.linspace(0, len(rows) - 1, count + 2).round().long()[1:-1]]] = True
+    keep = ~held_out
+    return NewPhotos(photos.root, squares[keep], labels[keep], squares[held_out], labels[held_out])
+
+
+class Learning:
+    """One `learn` into a folder whose lock is held."""
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        settings: Settings,
+        before: Description | None,
+        device: str = "auto",
+        progress: Progress | None = None,
+        listen: Listen | None = None,
+    ) -> None:
+        self.folder, self.settings, self.before = folder, settings, before
+        self.device, self.progress, self.listen = device, progress, listen
+        self.kind: type[Method] = find_method(settings.method)
+        self.began = time.monotonic()
+
+    def learn(self, root: str | Path, weights: Callable[[], Mapping[str, Tensor]] | None) -> Description:
+        """Learn the classes of a folder; `weights` returns those of the backbone for the first `learn`."""
+        known = self.before.classes if self.before else ()
+        photos = list_photos(root, at_least=1 if known else 2)
+        check_new(photos, known, more=False)
+        classes = (*known, *photos.classes)
+        new = load_new(photos, classes, self.settings.preprocessing.stored, self.settings.check, self.progress)
+        kept, check = self.folder.read_photos(self.before) if self.before else ([], [])
+        dataset, rows = self.make_dataset(new, classes, kept)
+        config = self.make_config(photos.classes)
+        self.discard_other(config, dataset)
+        task = len(config.task_sizes or ()) - 1
+        run = LearnRun(config, dataset, self.folder.working, lambda state: self.prepare(state, weights, dataset))
+        for event in run.events():
+            if self.listen is not None:
+                self.listen(event)
+        tensors, meta = read_tensors(run.snapshot_path(task))
+        return self.finish(photos, new, config, tensors, meta, rows, kept, check)
+
+    # The run --------------------------------------------------------------------------------------------
+
+    def make_dataset(self, new: NewPhotos, classes: tuple[str, ...], kept: Photos) -> tuple[Dataset, list[bytes | int]]:
+        """Remembered and new photos as a data set, and where each row comes from: encoded bytes, or a new photo.
+
+        A class with fewer photos than are to be remembered has some of them twice: the exemplar memory is a rectangle.
+        """
+        rows: list[bytes | int] = []
+        labels: list[int] = []
+        memory = self.settings.memory if self.kind.exemplars else 0
+        for label, photos in enumerate(kept if memory else ()):
+            rows += [photos[i % len(photos)] for i in range(memory)]
+            labels += [label] * memory
+        for label in new.labels.unique().tolist():
+            own = (new.labels == label).nonzero().flatten().tolist()
+            repeated = [own[i % len(own)] for i in range(max(len(own), memory))]
+            rows += repeated
+            labels += [label] * len(repeated)
+        images = torch.stack([decode(row) if isinstance(row, bytes) else new.squares[row] for row in rows])
+        p = self.settings.preprocessing
+        missing = sorted(set(range(len(classes))) - set(labels))  # old classes of methods without remembered photos
+        if missing:
+            images = torch.cat(
+                [images, torch.zeros(1, *images.shape[1:], dtype=torch.uint8).expand(len(missing), -1, -1, -1)]
+            )
+        dataset = Dataset(
+            name="photos",
+            train_images=images,
+            train_labels=torch.tensor([*labels, *missing], dtype=torch.int64),
+            # A run evaluates after each task. The check photos are evaluated afterwards, by the deployed network.
+            test_images=torch.zeros(len(classes), *images.shape[1:], dtype=torch.uint8),
+            test_labels=torch.arange(len(classes)),
+            class_names=classes,
+            pad=0,
+            flip=True,
+            fingerprint=new.fingerprint(),
+            normalizations={"default": (p.mean, p.std)},
+            side=p.side,
+        )
+        return dataset, rows
+
+    def make_config(self, new_classes: Sequence[str]) -> RunConfig:
+        s = self.settings
+        sizes = (*(self.before.task_sizes if self.before else ()), len(new_classes))
+        sections = dict(self.before.sections) if self.before else resolve_sections(s)
+        return RunConfig(
+            method=s.method,
+            addons=s.addons,
+            dataset="folder",
+            task_sizes=sizes,
+            order_seed=None,
+            seed=s.seed,
+            device=self.device,
+            precision="fp32",
+            sections=sections,
+        )
+
+    def discard_other(self, config: RunConfig, dataset: Dataset) -> None:
+        """Keep an interrupted `learn` of the same photos with the same settings, and remove any other."""
+        plan = digest([config.resolved(), dataset.fingerprint, self.before.version if self.before else 0])
+        file = self.folder.working / "plan.json"
+        try:
+            same = json.loads(file.read_text())["plan"] == plan
+        except (OSError, ValueError, KeyError):
+            same = False
+        if not same:
+            shutil.rmtree(self.folder.working, ignore_errors=True)
+            write_bytes(file, json.dumps({"plan": plan}).encode())
+
+    def prepare(self, state: RunState, weights: Callable[[], Mapping[str, Tensor]] | None, dataset: Dataset) -> None:
+        """Load the version before, or the backbone's pre-trained weights."""
+        if self.before is None:
+            if weights is not None:
+                backbone: Any = state.parts.method.model.get_submodule("backbone")
+                backbone.load_state_dict(weights())
+            return
+        tensors, meta = self.folder.read_weights(self.before)
+        tensors = trained_tensors(tensors)
+        if "store/memory" in tensors:
+            n, m = tensors["store/memory"].shape
+            tensors["store/memory"] = torch.arange(n * m).view(n, m)  # the first rows of the data set
+        state.load(tensors, meta)
+
+    # The result -----------------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        photos: ClassPhotos,
+        new: NewPhotos,
+        config: RunConfig,
+        tensors: dict[str, Tensor],
+        meta: dict[str, Any],
+        rows: list[bytes | int],
+        kept: Photos,
+        check: Photos,
+    ) -> Description:
+        """Choose what is remembered, measure accuracy on the check photos, and commit."""
+        s, before = self.settings, self.before
+        version = 1 if before is None else before.version + 1
+        classes = (*(before.classes if before else ()), *photos.classes)
+        keep_photos = s.memory > 0
+        draft = Description(
+            version=version,
+            classes=classes,
+            task_sizes=tuple(config.task_sizes or ()),
+            preprocessing=s.preprocessing,
+            backbone=s.backbone,
+            method=s.method,
+            addons=s.addons,
+            sections={name: dict(section) for name, section in config.sections.items()},
+            memory=s.memory,
+            check=s.check,
+            seed=s.seed,
+            history=before.history if before else (),
+            remembered=(),
+            checked=(),
+            weights_file=f"weights-{version}.safetensors",
+            photos_file=f"photos-{version}.zip" if keep_photos else None,
+        )
+        device = torch.device("cpu")
+        network = build_network(draft, {n: t for n, t in tensors.items() if not n.startswith("trained/")}, device)
+        first = len(before.classes) if before else 0
+        if keep_photos:
+            kept = self.choose(tensors, rows, new, network, kept, first, len(classes))
+            check = [*check, *([] for _ in photos.classes)]
+            for square, label in zip(new.check_squares, new.check_labels.tolist(), strict=True):
+                check[label].append(encode(square))
+        accuracy = self.measure(network, new, check, classes)
+        entry = Learned(
+            when=datetime.now().astimezone().isoformat(timespec="seconds"),
+            source=photos.root.name,
+            classes=photos.classes,
+            photos=new.count,
+            seconds=round(time.monotonic() - self.began, 1),
+            check=accuracy,
+        )
+        none = (0,) * len(classes)
+        description = draft.model_copy(
+            update={
+                "history": (*draft.history, entry),
+                "remembered": tuple(map(len, kept)) if keep_photos else none,
+                "checked": tuple(map(len, check)) if keep_photos else none,
+                "previous": None
+                if before is None
+                else before.model_copy(update={"previous": None}).model_dump(mode="json"),
+            }
+        )
+        saved = {key: meta[key] for key in ("position", "grown", "progress")} | {"kind": "model"}
+        self.folder.commit(description, tensors, saved, kept, check)
+        return description
+
+    def choose(
+        self,
+        tensors: Mapping[str, Tensor],
+        rows: list[bytes | int],
+        new: NewPhotos,
+        network: Network,
+        kept: Photos,
+        first: int,
+        n_classes: int,
+    ) -> Photos:
+        """The photos to remember of every class: the method's exemplars, or the herded ones of new classes."""
+        if "store/memory" in tensors:
+            chosen = [list(dict.fromkeys(rows[row] for row in line)) for line in tensors["store/memory"].tolist()]
+            return [[p if isinstance(p, bytes) else encode(new.squares[p]) for p in photos] for photos in chosen]
+        features = in_batches(network.features, new.squares, self.settings.preprocessing, network.mean.device)
+        result = [*kept]
+        for label in range(first, n_classes):
+            own = (new.labels == label).nonzero().flatten()
+            count = min(self.settings.memory, len(own))
+            picked = herd(features[own], torch.zeros(len(own), dtype=torch.int64), [0], count)[0]
+            result.append([encode(new.squares[own[i]]) for i in picked.tolist()])
+        return result
+
+    def measure(
+        self, network: Network, new: NewPhotos, check: Photos, classes: Sequence[str]
+    ) -> dict[str, tuple[int, int]]:
+        """Correct and total check photos by class: of all classes, or of the new ones if no photos are kept."""
+        squares, labels = [*new.check_squares], new.check_labels.tolist()
+        if self.settings.memory:
+            stored = [(decode(photo), label) for label, photos in enumerate(check) for photo in photos]
+            squares, labels = [square for square, _ in stored], [label for _, label in stored]
+        if not squares:
+            return {}
+        function = network.forward
+        probabilities = in_batches(function, torch.stack(squares), self.settings.preprocessing, network.mean.device)
+        result: dict[str, tuple[int, int]] = {}
+        for guess, label in zip(probabilities.argmax(1).tolist(), labels, strict=True):
+            correct, total = result.get(classes[label], (0, 0))
+            result[classes[label]] = (correct + (guess == label), total + 1)
+        return result

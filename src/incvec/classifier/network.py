@@ -1,0 +1,86 @@
+"""The deployed network: the method's model and classifier, with the normalization, from pixels to probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from incvec.classifier.folder import Description, Preprocessing
+from incvec.config import RunConfig
+from incvec.contracts import Method, World
+from incvec.data.stream import make_tasks
+from incvec.data.views import CENTER_FRACTION, ResizedViews
+from incvec.engine.checkpoint import by_namespace, copy_weights
+from incvec.methods import find_method
+
+BATCH = 32  # images per forward pass
+
+
+def stored_side(side: int) -> int:
+    """The side of stored squares whose center square of `side` pixels is what test views show."""
+    first = round(side / CENTER_FRACTION)
+    return next(s for s in (first, first + 1, first - 1) if s >= side and round(CENTER_FRACTION * s) == side)
+
+
+def to_pixels(squares: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """What the network sees of stored squares: float [B, 3, side, side] from 0 to 1."""
+    p = preprocessing
+    return ResizedViews(p.stored, p.side, True, 0.0, p.mean, p.std)("raw", squares)
+
+
+class Network(nn.Module):
+    """RGB pixels from 0 to 1, [B, 3, side, side] -> probabilities of the classes, [B, classes]."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, method: Method, preprocessing: Preprocessing) -> None:
+        super().__init__()
+        self.method = method
+        self.register_buffer("mean", torch.tensor(preprocessing.mean)[:, None, None])
+        self.register_buffer("std", torch.tensor(preprocessing.std)[:, None, None])
+        self.eval().requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores = next(iter(self.method((images - self.mean) / self.std).values()))
+        return scores.float().softmax(1)
+
+    def features(self, images: Tensor) -> Tensor:
+        model: Any = self.method.model
+        features: Tensor = model((images - self.mean) / self.std).features
+        return features.float()
+
+
+@torch.inference_mode()
+def in_batches(function: Any, squares: Tensor, preprocessing: Preprocessing, device: torch.device) -> Tensor:
+    """`function` of the network's pixels, for any number of stored squares; on the CPU."""
+    parts = [function(to_pixels(part, preprocessing).to(device)).cpu() for part in squares.split(BATCH)]
+    return torch.cat(parts)
+
+
+def build_network(description: Description, tensors: Mapping[str, Tensor], device: torch.device) -> Network:
+    """The network of a version, from its description and the tensors of its file of weights."""
+    kind = find_method(description.method)
+    config = RunConfig(method=description.method, sections=description.sections)
+    side = description.preprocessing.side
+    world = World(
+        device=device,
+        tasks=make_tasks(len(description.classes), description.task_sizes),
+        sources={},
+        generator=torch.Generator(device),
+        image_shape=(len(description.preprocessing.mean), side, side),
+        class_names=description.classes,
+    )
+    method = kind(config.options(description.method, kind.Options), world)
+    for task in world.tasks:
+        method.task = task
+        method.grow(task)
+        method.teacher = None
+    method.to(device)
+    namespaces = by_namespace(tensors)
+    copy_weights(method.name, method.state_dict(keep_vars=False), namespaces["method"])
+    method.store = {name: tensor.to(device) for name, tensor in namespaces.get("store", {}).items()}
+    return Network(method, description.preprocessing).to(device)
