@@ -1,7 +1,8 @@
 """One `learn`: a run of the engine whose stream goes on where the model folder's ended, then a commit.
 
 The run's data set has the remembered photos of old classes and the new photos. It trains the last task only, in the
-folder `learning`, from whose checkpoint an interrupted `learn` resumes. The model folder changes in one step at the end.
+folder `learning`, from whose checkpoint an interrupted `learn` resumes. The model folder changes in one step at the
+end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from incvec.config import RunConfig, digest
 from incvec.contracts import Method
 from incvec.data.dataset import Dataset
 from incvec.data.select import herd
+from incvec.data.source import ImageSource
+from incvec.data.views import ResizedViews
 from incvec.engine import events as ev
+from incvec.engine.build import pick_device
 from incvec.engine.checkpoint import trained_tensors
 from incvec.engine.run import Run
 from incvec.engine.state import RunState
@@ -48,7 +52,7 @@ CHECK_SHARE = 10  # one in ten of them, at most
 Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
 Listen = Callable[[ev.Event], None]
 
-# Training settings for pre-trained backbones, for the settings that a method has. From scratch: the presets of `folder`.
+# Training settings for pre-trained backbones, as far as a method has them. From scratch: the presets of `folder`.
 FINE_TUNING: dict[str, Any] = {
     "epochs": 10,
     "batch_size": 32,
@@ -114,15 +118,39 @@ def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
 class LearnRun(Run):
     """A run that starts from the weights of a model folder, or of a pre-trained backbone."""
 
-    def __init__(self, config: RunConfig, dataset: Dataset, out: Path, prepare: Callable[[RunState], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        out: Path,
+        prepare: Callable[[RunState], None],
+        progress: Progress | None = None,
+    ) -> None:
         super().__init__(config, dataset, out)
-        self.prepare = prepare
+        self.prepare, self.report = prepare, progress
 
     def _build(self) -> RunState:
         state = super()._build()
         if not self.checkpoint_path.exists():
             self.prepare(state)
+        if self.report is not None:
+            self._report_features(state, self.report)
         return state
+
+    def _report_features(self, state: RunState, progress: Progress) -> None:
+        """Report the images that hooks fetch outside of training, to compute features: epochs report themselves."""
+        source: Any = state.parts.world.train
+        fetch, total, done = source.fetch, len(source), 0
+
+        def counted(indices: Tensor, *rest: Any) -> Any:
+            nonlocal done
+            batch = fetch(indices, *rest)
+            if state.loop is None:
+                done += len(indices)
+                progress("computing features", min(done, total), total)
+            return batch
+
+        source.fetch = counted
 
 
 @dataclass(frozen=True)
@@ -147,14 +175,15 @@ class NewPhotos:
 
 
 def load_new(
-    photos: ClassPhotos, classes: Sequence[str], stored: int, check: int, progress: Progress | None
+    photos: ClassPhotos, classes: Sequence[str], known: int, stored: int, check: int, progress: Progress | None
 ) -> NewPhotos:
+    """Decode all photos. Of new classes (from `known` on) with enough of them, some are held out to check accuracy."""
     files = photos.labelled(classes)
     report = None if progress is None else lambda done, total: progress("reading photos", done, total)
     squares = load_squares(files, stored, report)
     labels = torch.tensor([label for _, label in files], dtype=torch.int64)
     held_out = torch.zeros(len(files), dtype=torch.bool)
-    for label in labels.unique().tolist():
+    for label in range(known, len(classes)):
         rows = (labels == label).nonzero().flatten()
         count = min(check, len(rows) // CHECK_SHARE) if len(rows) >= CHECK_FROM else 0
         held_out[rows[torch.linspace(0, len(rows) - 1, count + 2).round().long()[1:-1]]] = True
@@ -179,29 +208,88 @@ class Learning:
         self.kind: type[Method] = find_method(settings.method)
         self.began = time.monotonic()
 
-    def learn(self, root: str | Path, weights: Callable[[], Mapping[str, Tensor]] | None) -> Description:
+    def learn(
+        self, root: str | Path, weights: Callable[[], Mapping[str, Tensor]] | None, more: bool = False
+    ) -> Description:
         """Learn the classes of a folder; `weights` returns those of the backbone for the first `learn`."""
         known = self.before.classes if self.before else ()
         photos = list_photos(root, at_least=1 if known else 2)
-        check_new(photos, known, more=False)
-        classes = (*known, *photos.classes)
-        new = load_new(photos, classes, self.settings.preprocessing.stored, self.settings.check, self.progress)
+        check_new(photos, known, more)
+        again = [name for name in photos.classes if name in known]
+        if again and not hasattr(self.kind, "update"):
+            raise ConfigError(
+                f"the method {self.kind.name!r} cannot learn more photos of known classes ({again[0]!r}); `lda` can."
+            )
+        added = [name for name in photos.classes if name not in known]
+        classes = (*known, *added)
+        s = self.settings
+        new = load_new(photos, classes, len(known), s.preprocessing.stored, s.check, self.progress)
         kept, check = self.folder.read_photos(self.before) if self.before else ([], [])
-        dataset, rows = self.make_dataset(new, classes, kept)
-        config = self.make_config(photos.classes)
-        self.discard_other(config, dataset)
-        task = len(config.task_sizes or ()) - 1
-        run = LearnRun(config, dataset, self.folder.working, lambda state: self.prepare(state, weights, dataset))
-        for event in run.events():
-            if self.listen is not None:
-                self.listen(event)
-        tensors, meta = read_tensors(run.snapshot_path(task))
-        return self.finish(photos, new, config, tensors, meta, rows, kept, check)
+        sections = dict(self.before.sections) if self.before else resolve_sections(s)
+        sizes = self.before.task_sizes if self.before else ()
+        features = None
+        if added:
+            sizes = (*sizes, len(added))
+            tensors, meta, rows, features = self.run(new, classes, len(known), sizes, sections, kept, weights)
+        else:
+            assert self.before is not None
+            (tensors, meta), rows = self.folder.read_weights(self.before), []
+        draft = self.draft(classes, sizes, sections)
+        if again:
+            tensors = add_photos(draft, tensors, new, len(known))
+        return self.finish(draft, photos, added, new, tensors, meta, rows, kept, check, features)
 
     # The run --------------------------------------------------------------------------------------------
 
-    def make_dataset(self, new: NewPhotos, classes: tuple[str, ...], kept: Photos) -> tuple[Dataset, list[bytes | int]]:
-        """Remembered and new photos as a data set, and where each row comes from: encoded bytes, or a new photo.
+    def run(
+        self,
+        new: NewPhotos,
+        classes: tuple[str, ...],
+        first: int,
+        sizes: tuple[int, ...],
+        sections: Mapping[str, dict[str, Any]],
+        kept: Photos,
+        weights: Callable[[], Mapping[str, Tensor]] | None,
+    ) -> tuple[dict[str, Tensor], dict[str, Any], list[bytes | int], Tensor | None]:
+        """Train the last task. Returns its snapshot, where each row of the data set comes from, and, if the method has
+        computed them, the features of the new photos of new classes, by row of `new`."""
+        dataset, rows = self.make_dataset(new, classes, first, kept)
+        config = RunConfig(
+            method=self.settings.method,
+            addons=self.settings.addons,
+            dataset="folder",
+            task_sizes=sizes,
+            order_seed=None,
+            seed=self.settings.seed,
+            device=self.device,
+            precision="fp32",
+            sections=dict(sections),
+        )
+        self.discard_other(config, dataset)
+        run = LearnRun(config, dataset, self.folder.working, lambda state: self.prepare(state, weights), self.progress)
+        for event in run.events():
+            if self.listen is not None:
+                self.listen(event)
+        tensors, meta = read_tensors(run.snapshot_path(len(sizes) - 1))
+        return tensors, meta, rows, self.features_of(run, new, rows)
+
+    def features_of(self, run: LearnRun, new: NewPhotos, rows: list[bytes | int]) -> Tensor | None:
+        encoded = None if run.state is None else getattr(run.parts.method, "encoded", None)
+        if encoded is None:
+            return None
+        at, values = encoded
+        features = torch.zeros(len(new.labels), values.shape[1])
+        for row, value in zip(at.tolist(), values.cpu(), strict=True):
+            source = rows[row]
+            assert isinstance(source, int)
+            features[source] = value
+        return features
+
+    def make_dataset(
+        self, new: NewPhotos, classes: tuple[str, ...], first: int, kept: Photos
+    ) -> tuple[Dataset, list[bytes | int]]:
+        """Remembered photos and those of new classes as a data set, and where each row comes from: encoded bytes, or a
+        row of `new`.
 
         A class with fewer photos than are to be remembered has some of them twice: the exemplar memory is a rectangle.
         """
@@ -211,24 +299,21 @@ class Learning:
         for label, photos in enumerate(kept if memory else ()):
             rows += [photos[i % len(photos)] for i in range(memory)]
             labels += [label] * memory
-        for label in new.labels.unique().tolist():
+        for label in range(first, len(classes)):
             own = (new.labels == label).nonzero().flatten().tolist()
             repeated = [own[i % len(own)] for i in range(max(len(own), memory))]
             rows += repeated
             labels += [label] * len(repeated)
-        images = torch.stack([decode(row) if isinstance(row, bytes) else new.squares[row] for row in rows])
-        p = self.settings.preprocessing
+        squares = [decode(row) if isinstance(row, bytes) else new.squares[row] for row in rows]
+        blank = torch.zeros_like(squares[0])
         missing = sorted(set(range(len(classes))) - set(labels))  # old classes of methods without remembered photos
-        if missing:
-            images = torch.cat(
-                [images, torch.zeros(1, *images.shape[1:], dtype=torch.uint8).expand(len(missing), -1, -1, -1)]
-            )
+        p = self.settings.preprocessing
         dataset = Dataset(
             name="photos",
-            train_images=images,
+            train_images=torch.stack([*squares, *(blank for _ in missing)]),
             train_labels=torch.tensor([*labels, *missing], dtype=torch.int64),
             # A run evaluates after each task. The check photos are evaluated afterwards, by the deployed network.
-            test_images=torch.zeros(len(classes), *images.shape[1:], dtype=torch.uint8),
+            test_images=blank.expand(len(classes), -1, -1, -1),
             test_labels=torch.arange(len(classes)),
             class_names=classes,
             pad=0,
@@ -238,22 +323,6 @@ class Learning:
             side=p.side,
         )
         return dataset, rows
-
-    def make_config(self, new_classes: Sequence[str]) -> RunConfig:
-        s = self.settings
-        sizes = (*(self.before.task_sizes if self.before else ()), len(new_classes))
-        sections = dict(self.before.sections) if self.before else resolve_sections(s)
-        return RunConfig(
-            method=s.method,
-            addons=s.addons,
-            dataset="folder",
-            task_sizes=sizes,
-            order_seed=None,
-            seed=s.seed,
-            device=self.device,
-            precision="fp32",
-            sections=sections,
-        )
 
     def discard_other(self, config: RunConfig, dataset: Dataset) -> None:
         """Keep an interrupted `learn` of the same photos with the same settings, and remove any other."""
@@ -267,7 +336,7 @@ class Learning:
             shutil.rmtree(self.folder.working, ignore_errors=True)
             write_bytes(file, json.dumps({"plan": plan}).encode())
 
-    def prepare(self, state: RunState, weights: Callable[[], Mapping[str, Tensor]] | None, dataset: Dataset) -> None:
+    def prepare(self, state: RunState, weights: Callable[[], Mapping[str, Tensor]] | None) -> None:
         """Load the version before, or the backbone's pre-trained weights."""
         if self.before is None:
             if weights is not None:
@@ -283,68 +352,64 @@ class Learning:
 
     # The result -----------------------------------------------------------------------------------------
 
+    def draft(
+        self, classes: tuple[str, ...], sizes: tuple[int, ...], sections: Mapping[str, dict[str, Any]]
+    ) -> Description:
+        """The description of the next version, without what is measured and kept."""
+        s, before = self.settings, self.before
+        version = 1 if before is None else before.version + 1
+        return Description(
+            version=version,
+            classes=classes,
+            task_sizes=sizes,
+            preprocessing=s.preprocessing,
+            backbone=s.backbone,
+            method=s.method,
+            addons=s.addons,
+            sections=dict(sections),
+            memory=s.memory,
+            check=s.check,
+            seed=s.seed,
+            history=before.history if before else (),
+            remembered=(0,) * len(classes),
+            checked=(0,) * len(classes),
+            weights_file=f"weights-{version}.safetensors",
+            photos_file=f"photos-{version}.zip" if s.memory > 0 else None,
+            previous=None if before is None else before.model_copy(update={"previous": None}).model_dump(mode="json"),
+        )
+
     def finish(
         self,
+        draft: Description,
         photos: ClassPhotos,
+        added: Sequence[str],
         new: NewPhotos,
-        config: RunConfig,
         tensors: dict[str, Tensor],
         meta: dict[str, Any],
         rows: list[bytes | int],
         kept: Photos,
         check: Photos,
+        features: Tensor | None,
     ) -> Description:
         """Choose what is remembered, measure accuracy on the check photos, and commit."""
-        s, before = self.settings, self.before
-        version = 1 if before is None else before.version + 1
-        classes = (*(before.classes if before else ()), *photos.classes)
-        keep_photos = s.memory > 0
-        draft = Description(
-            version=version,
-            classes=classes,
-            task_sizes=tuple(config.task_sizes or ()),
-            preprocessing=s.preprocessing,
-            backbone=s.backbone,
-            method=s.method,
-            addons=s.addons,
-            sections={name: dict(section) for name, section in config.sections.items()},
-            memory=s.memory,
-            check=s.check,
-            seed=s.seed,
-            history=before.history if before else (),
-            remembered=(),
-            checked=(),
-            weights_file=f"weights-{version}.safetensors",
-            photos_file=f"photos-{version}.zip" if keep_photos else None,
-        )
-        device = torch.device("cpu")
-        network = build_network(draft, {n: t for n, t in tensors.items() if not n.startswith("trained/")}, device)
-        first = len(before.classes) if before else 0
-        if keep_photos:
-            kept = self.choose(tensors, rows, new, network, kept, first, len(classes))
-            check = [*check, *([] for _ in photos.classes)]
+        s, classes, first = self.settings, draft.classes, len(draft.classes) - len(added)
+        network = build_network(draft, deployed_tensors(tensors), pick_device(self.device))
+        if s.memory:
+            kept = self.choose(tensors, rows, new, network, kept, first, len(classes), features)
+            check = [*check, *([] for _ in added)]
             for square, label in zip(new.check_squares, new.check_labels.tolist(), strict=True):
                 check[label].append(encode(square))
-        accuracy = self.measure(network, new, check, classes)
         entry = Learned(
             when=datetime.now().astimezone().isoformat(timespec="seconds"),
             source=photos.root.name,
-            classes=photos.classes,
+            classes=tuple(added),
             photos=new.count,
+            check=self.measure(network, new, check, classes),
+            more={name: len(photos.files[name]) for name in photos.classes if name not in added},
             seconds=round(time.monotonic() - self.began, 1),
-            check=accuracy,
         )
-        none = (0,) * len(classes)
-        description = draft.model_copy(
-            update={
-                "history": (*draft.history, entry),
-                "remembered": tuple(map(len, kept)) if keep_photos else none,
-                "checked": tuple(map(len, check)) if keep_photos else none,
-                "previous": None
-                if before is None
-                else before.model_copy(update={"previous": None}).model_dump(mode="json"),
-            }
-        )
+        counts = {"remembered": tuple(map(len, kept)), "checked": tuple(map(len, check))} if s.memory else {}
+        description = draft.model_copy(update={"history": (*draft.history, entry), **counts})
         saved = {key: meta[key] for key in ("position", "grown", "progress")} | {"kind": "model"}
         self.folder.commit(description, tensors, saved, kept, check)
         return description
@@ -358,16 +423,19 @@ class Learning:
         kept: Photos,
         first: int,
         n_classes: int,
+        features: Tensor | None,
     ) -> Photos:
         """The photos to remember of every class: the method's exemplars, or the herded ones of new classes."""
-        if "store/memory" in tensors:
+        if "store/memory" in tensors and rows:
             chosen = [list(dict.fromkeys(rows[row] for row in line)) for line in tensors["store/memory"].tolist()]
             return [[p if isinstance(p, bytes) else encode(new.squares[p]) for p in photos] for photos in chosen]
-        features = in_batches(network.features, new.squares, self.settings.preprocessing, network.mean.device)
+        if features is None and first < n_classes:
+            features = in_batches(network.features, new.squares, self.settings.preprocessing, network.mean.device)
         result = [*kept]
         for label in range(first, n_classes):
             own = (new.labels == label).nonzero().flatten()
             count = min(self.settings.memory, len(own))
+            assert features is not None
             picked = herd(features[own], torch.zeros(len(own), dtype=torch.int64), [0], count)[0]
             result.append([encode(new.squares[own[i]]) for i in picked.tolist()])
         return result
@@ -389,3 +457,19 @@ class Learning:
             correct, total = result.get(classes[label], (0, 0))
             result[classes[label]] = (correct + (guess == label), total + 1)
         return result
+
+
+def deployed_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a snapshot without the weights that training continues from, if those differ."""
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("trained/")}
+
+
+def add_photos(draft: Description, tensors: Mapping[str, Tensor], new: NewPhotos, known: int) -> dict[str, Tensor]:
+    """The tensors after a method with class statistics has seen more photos of classes that it knows."""
+    method: Any = build_network(draft, deployed_tensors(tensors), torch.device("cpu")).method
+    p, rows = draft.preprocessing, (new.labels < known).nonzero().flatten()
+    views = ResizedViews(p.stored, p.side, True, 0.0, p.mean, p.std)
+    method.world.sources = {"train": ImageSource(new.squares, new.labels, views)}
+    method.update(rows, len(draft.classes))
+    updated = {f"method/{name}": tensor for name, tensor in method.state_dict().items()}
+    return {**tensors, **updated, **{f"store/{name}": tensor for name, tensor in method.store.items()}}

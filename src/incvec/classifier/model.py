@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from incvec.classifier.folder import Description, ModelFolder, Preprocessing
-from incvec.classifier.learning import Learning, Listen, Progress, Settings
-from incvec.classifier.network import Network, build_network, in_batches, stored_side
+from incvec.classifier.evaluation import Evaluation, make_evaluation
+from incvec.classifier.export import SUFFIXES, example, export_network
+from incvec.classifier.folder import Description, ModelFolder, Preprocessing, decode
+from incvec.classifier.learning import Learning, Listen, Progress, Settings, deployed_tensors
+from incvec.classifier.network import BATCH, Network, build_network, in_batches, stored_side, to_pixels
 from incvec.classifier.photos import is_single, list_images, list_photos, load_squares, to_square
 from incvec.data.dataset import IMAGENET_NORMALIZATION
 from incvec.engine.build import pick_device
-from incvec.errors import ConfigError
+from incvec.errors import ConfigError, DataError, nearest
 from incvec.nets import check_backbone
 from incvec.nets.pretrained import DEFAULT, expected_input, is_external, load_weights
 
@@ -131,15 +133,25 @@ class Classifier:
             weakref.finalize(classifier, shutil.rmtree, temporary, ignore_errors=True)
         return classifier
 
-    def learn(self, photos: str | Path, *, progress: Progress | None = None, listen: Listen | None = None) -> Self:
-        """Learn the classes of another folder; only its photos are needed. The folder is changed at the very end."""
+    def learn(
+        self,
+        photos: str | Path,
+        *,
+        more: bool = False,
+        progress: Progress | None = None,
+        listen: Listen | None = None,
+    ) -> Self:
+        """Learn the classes of another folder; only its photos are needed. The folder is changed at the very end.
+
+        With `more`, the folder may have further photos of known classes.
+        """
         with self.folder.lock:
             self.reload()
             d = self.description
             settings = Settings(
                 d.backbone, d.preprocessing, d.method, d.addons, d.sections, d.memory, d.check, d.seed, pretrained=True
             )
-            Learning(self.folder, settings, d, self.device, progress, listen).learn(photos, None)
+            Learning(self.folder, settings, d, self.device, progress, listen).learn(photos, None, more)
         return self.reload()
 
     def undo(self) -> Self:
@@ -174,16 +186,19 @@ class Classifier:
         """The deployed network: pixels from 0 to 1, [B, 3, side, side], to probabilities."""
         if self._network is None:
             tensors, _ = self.folder.read_weights(self.description)
-            deployed = {name: tensor for name, tensor in tensors.items() if not name.startswith("trained/")}
-            self._network = build_network(self.description, deployed, pick_device(self.device))
+            self._network = build_network(self.description, deployed_tensors(tensors), pick_device(self.device))
         return self._network
 
-    def predict_proba(self, images: Any) -> np.ndarray[Any, Any]:
+    def predict_proba(self, images: Any, progress: Progress | None = None) -> np.ndarray[Any, Any]:
         """Probabilities, [images, classes]; of one image, [classes]."""
-        squares = [to_square(image, self.description.preprocessing.stored) for image in list_images(images)]
-        if not squares:
-            return np.zeros((0, len(self.description.classes)), np.float32)
-        probabilities = self._probabilities(torch.stack(squares)).numpy()
+        listed, stored = list_images(images), self.description.preprocessing.stored
+        parts = [np.zeros((0, len(self.description.classes)), np.float32)]
+        for start in range(0, len(listed), BATCH):  # not all decoded at once: there may be many
+            squares = torch.stack([to_square(image, stored) for image in listed[start : start + BATCH]])
+            parts.append(self._probabilities(squares).numpy())
+            if progress is not None:
+                progress("predicting", start + len(squares), len(listed))
+        probabilities = np.concatenate(parts)
         return probabilities[0] if is_single(images) else probabilities
 
     def predict(self, images: Any) -> Any:
@@ -194,15 +209,56 @@ class Classifier:
 
     def score(self, photos: str | Path) -> float:
         """The share of the photos in class folders that are recognized; every class has to be known."""
-        listed = list_photos(photos)
-        unknown = [name for name in listed.classes if name not in self.description.classes]
-        if unknown:
-            raise ConfigError(f"{photos} has classes that were not learned: {', '.join(unknown[:5])}.")
-        files = listed.labelled(self.description.classes)
-        squares = load_squares(files, self.description.preprocessing.stored)
-        labels = torch.tensor([label for _, label in files])
-        return float((self._probabilities(squares).argmax(1) == labels).double().mean())
+        return self.evaluate(photos).accuracy
 
-    def _probabilities(self, squares: Tensor) -> Tensor:
+    def evaluate(self, photos: str | Path, progress: Progress | None = None) -> Evaluation:
+        """Accuracy on class folders: by class, by the `learn` that introduced it, and the confusion matrix."""
+        listed, known = list_photos(photos), self.description.classes
+        unknown = [name for name in listed.classes if name not in known]
+        if unknown:
+            raise DataError(
+                f"{listed.root} has {len(unknown)} class(es) that were not learned, such as {unknown[0]!r}."
+                f"{nearest(unknown[0], known)} Learn them first, or remove their folders."
+            )
+        files = listed.labelled(known)
+        report = None if progress is None else lambda done, total: progress("reading photos", done, total)
+        squares = load_squares(files, self.description.preprocessing.stored, report)
+        guesses = self._probabilities(squares, progress).argmax(1)
+        return make_evaluation(self.description, [label for _, label in files], guesses.numpy())
+
+    def export(self, path: str | Path, kind: str | None = None) -> Path:
+        """Write the network as ONNX (.onnx), a torch.export program (.pt2) or a state dict (.safetensors).
+
+        The file contains labels and preprocessing. Before it is written, it is compared with the classifier on the
+        remembered photos, or on noise if there are none.
+        """
+        target = Path(path).expanduser()
+        if kind is None:
+            kinds = {suffix: name for name, suffix in SUFFIXES.items()}
+            if target.suffix not in kinds:
+                raise ConfigError(
+                    f"{target} has no known ending; expected one of {', '.join(kinds)}, or give the format."
+                )
+            kind = kinds[target.suffix]
+        squares = self.remembered(100)
+        pixels = example(self.description) if not len(squares) else to_pixels(squares, self.description.preprocessing)
+        export_network(self.network, self.description, kind, target, pixels)
+        self._network = None  # it may have been moved to the CPU
+        return target
+
+    def remembered(self, at_most: int) -> Tensor:
+        """Some of the remembered photos, of all classes alike, as stored squares."""
+        kept, check = self.folder.read_photos(self.description)
+        ranked = sorted(
+            (i, label, photo)
+            for photos in (kept, check)
+            for label, own in enumerate(photos)
+            for i, photo in enumerate(own)
+        )
+        squares = [decode(photo) for _, _, photo in ranked[:at_most]]
+        return torch.stack(squares) if squares else torch.zeros(0)
+
+    def _probabilities(self, squares: Tensor, progress: Progress | None = None) -> Tensor:
         network = self.network
-        return in_batches(network.forward, squares, self.description.preprocessing, network.mean.device)
+        report = None if progress is None else lambda done: progress("predicting", done, len(squares))
+        return in_batches(network.forward, squares, self.description.preprocessing, network.mean.device, report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,9 +55,20 @@ class Network(nn.Module):
 
 
 @torch.inference_mode()
-def in_batches(function: Any, squares: Tensor, preprocessing: Preprocessing, device: torch.device) -> Tensor:
-    """`function` of the network's pixels, for any number of stored squares; on the CPU."""
-    parts = [function(to_pixels(part, preprocessing).to(device)).cpu() for part in squares.split(BATCH)]
+def in_batches(
+    function: Callable[[Tensor], Tensor],
+    squares: Tensor,
+    preprocessing: Preprocessing,
+    device: torch.device,
+    report: Callable[[int], None] | None = None,
+) -> Tensor:
+    """`function` of the network's pixels for any number of stored squares. `report` gets the number done."""
+    parts, done = [], 0
+    for part in squares.split(BATCH):
+        parts.append(function(to_pixels(part, preprocessing).to(device)).cpu())
+        done += len(part)
+        if report is not None:
+            report(done)
     return torch.cat(parts)
 
 

@@ -11,12 +11,13 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import incvec
-from incvec.cli import data, demo, report, run, show, study, sweep
+from incvec.cli import classifier, data, demo, report, run, show, study, sweep
 from incvec.cli import list as list_command
 from incvec.cli.common import say, say_error
 from incvec.errors import IncvecError
 
 PANELS = {
+    **dict.fromkeys(("learn", "predict", "evaluate", "export", "info", "undo"), "Your own classifier"),
     **dict.fromkeys(("demo", "run", "sweep"), "Training"),
     **dict.fromkeys(("show", "report", "study"), "Results"),
     **dict.fromkeys(("list", "data"), "Data and names"),
@@ -98,7 +99,7 @@ def root(
     """
 
 
-for register in (module.register for module in (demo, run, sweep, show, study, report, list_command, data)):
+for register in (module.register for module in (classifier, demo, run, sweep, show, study, report, list_command, data)):
     register(app)
 for group in (app, study.app, data.app):
     arrange_help(group)

@@ -88,6 +88,7 @@ class LDA(ImageMethod):
     options: LDAOptions
     uses_teacher = False
     trains = False  # no increment: after the first task only statistics change
+    encoded: tuple[Tensor, Tensor] | None = None  # the rows of the last update and their features; not saved
 
     def make_head(self, width: int) -> Head:
         return PowerHead(width, self.options.power)
@@ -122,7 +123,9 @@ class LDA(ImageMethod):
     @torch.no_grad()
     def update(self, rows: Tensor, n_classes: int) -> None:
         """Add the images of these rows to the statistics of their classes, old or new, and solve for the head."""
-        z = signed_power(extract_features(self.model, self.world, rows), self.options.power).double()
+        features = extract_features(self.model, self.world, rows)
+        self.encoded = rows, features
+        z = signed_power(features, self.options.power).double()
         labels = self.world.train.labels[rows]
         width, device = z.shape[1], z.device
         known = self.store.get("counts", torch.zeros(0, device=device))
