@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from incvec.classifier.folder import (
     encode,
 )
 from incvec.classifier.network import Network, build_network, in_batches
-from incvec.classifier.photos import ClassPhotos, check_new, list_photos, load_squares
+from incvec.classifier.photos import ClassPhotos, Progress, check_new, list_photos, load_squares
 from incvec.config import RunConfig, digest
 from incvec.contracts import Method
 from incvec.data.dataset import Dataset
@@ -45,12 +45,11 @@ from incvec.engine.run import Run
 from incvec.engine.state import RunState
 from incvec.errors import ConfigError
 from incvec.methods import METHODS, find_method
+from incvec.nets.pretrained import copy_state
 from incvec.presets import resolve
 
 CHECK_FROM = 20  # photos of a class from which some are held out to measure accuracy
 CHECK_SHARE = 10  # one in ten of them, at most
-Progress = Callable[[str, int, int], None]  # what is being done, how much of it, of how much
-Listen = Callable[[ev.Event], None]
 
 # Training settings for pre-trained backbones, as far as a method has them. From scratch: the presets of `folder`.
 FINE_TUNING: dict[str, Any] = {
@@ -131,6 +130,7 @@ class LearnRun(Run):
 
     def _build(self) -> RunState:
         state = super()._build()
+        cast(Any, state.parts.method).to(memory_format=torch.channels_last)
         if not self.checkpoint_path.exists():
             self.prepare(state)
         if self.report is not None:
@@ -201,7 +201,7 @@ class Learning:
         before: Description | None,
         device: str = "auto",
         progress: Progress | None = None,
-        listen: Listen | None = None,
+        listen: Callable[[ev.Event], None] | None = None,
     ) -> None:
         self.folder, self.settings, self.before = folder, settings, before
         self.device, self.progress, self.listen = device, progress, listen
@@ -340,8 +340,7 @@ class Learning:
         """Load the version before, or the backbone's pre-trained weights."""
         if self.before is None:
             if weights is not None:
-                backbone: Any = state.parts.method.model.get_submodule("backbone")
-                backbone.load_state_dict(weights())
+                copy_state(state.parts.method.model.get_submodule("backbone"), weights())
             return
         tensors, meta = self.folder.read_weights(self.before)
         tensors = trained_tensors(tensors)
@@ -393,7 +392,7 @@ class Learning:
     ) -> Description:
         """Choose what is remembered, measure accuracy on the check photos, and commit."""
         s, classes, first = self.settings, draft.classes, len(draft.classes) - len(added)
-        network = build_network(draft, deployed_tensors(tensors), pick_device(self.device))
+        network = build_network(draft, tensors, pick_device(self.device))
         if s.memory:
             kept = self.choose(tensors, rows, new, network, kept, first, len(classes), features)
             check = [*check, *([] for _ in added)]
@@ -459,14 +458,9 @@ class Learning:
         return result
 
 
-def deployed_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a snapshot without the weights that training continues from, if those differ."""
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith("trained/")}
-
-
 def add_photos(draft: Description, tensors: Mapping[str, Tensor], new: NewPhotos, known: int) -> dict[str, Tensor]:
     """The tensors after a method with class statistics has seen more photos of classes that it knows."""
-    method: Any = build_network(draft, deployed_tensors(tensors), torch.device("cpu")).method
+    method: Any = build_network(draft, tensors, torch.device("cpu")).method
     p, rows = draft.preprocessing, (new.labels < known).nonzero().flatten()
     views = ResizedViews(p.stored, p.side, True, 0.0, p.mean, p.std)
     method.world.sources = {"train": ImageSource(new.squares, new.labels, views)}

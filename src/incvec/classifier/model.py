@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,9 +16,8 @@ from torch import Tensor
 from incvec.classifier.evaluation import Evaluation, make_evaluation
 from incvec.classifier.export import SUFFIXES, example, export_network
 from incvec.classifier.folder import Description, ModelFolder, Preprocessing, decode
-from incvec.classifier.learning import Learning, Listen, Progress, Settings, deployed_tensors
 from incvec.classifier.network import BATCH, Network, build_network, in_batches, stored_side, to_pixels
-from incvec.classifier.photos import is_single, list_images, list_photos, load_squares, to_square
+from incvec.classifier.photos import Progress, is_single, list_images, list_photos, load_squares, to_square
 from incvec.data.dataset import IMAGENET_NORMALIZATION
 from incvec.engine.build import pick_device
 from incvec.errors import ConfigError, DataError, nearest
@@ -81,7 +80,7 @@ class Classifier:
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         device: str = "auto",
         progress: Progress | None = None,
-        listen: Listen | None = None,
+        listen: Callable[[Any], None] | None = None,
     ) -> Self:
         """Learn the classes of a folder with one folder of photos per class, and return the classifier.
 
@@ -99,6 +98,8 @@ class Classifier:
             progress: called with what is being done, how much of it, and of how much.
             listen: called with the events of the training run.
         """
+        from incvec.classifier.learning import Learning, Settings  # the engine, which predicting does not need
+
         if memory < 0 or check < 0:
             raise ConfigError(f"memory is {memory} and check {check}: expected 0 or more photos per class.")
         check_backbone(backbone)
@@ -139,12 +140,14 @@ class Classifier:
         *,
         more: bool = False,
         progress: Progress | None = None,
-        listen: Listen | None = None,
+        listen: Callable[[Any], None] | None = None,
     ) -> Self:
         """Learn the classes of another folder; only its photos are needed. The folder is changed at the very end.
 
         With `more`, the folder may have further photos of known classes.
         """
+        from incvec.classifier.learning import Learning, Settings
+
         with self.folder.lock:
             self.reload()
             d = self.description
@@ -186,7 +189,7 @@ class Classifier:
         """The deployed network: pixels from 0 to 1, [B, 3, side, side], to probabilities."""
         if self._network is None:
             tensors, _ = self.folder.read_weights(self.description)
-            self._network = build_network(self.description, deployed_tensors(tensors), pick_device(self.device))
+            self._network = build_network(self.description, tensors, pick_device(self.device))
         return self._network
 
     def predict_proba(self, images: Any, progress: Progress | None = None) -> np.ndarray[Any, Any]:

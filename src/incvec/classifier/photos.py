@@ -19,6 +19,7 @@ from incvec.errors import ConfigError, DataError
 MIN_PHOTOS = 2  # of a class
 SHOWN = 5  # names or files in one message
 HEIF = frozenset({".heic", ".heif", ".avif"})
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it, and of how much
 TYPES = (str, Path, Image.Image, np.ndarray, Tensor)  # of one image
 
 

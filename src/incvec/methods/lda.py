@@ -34,6 +34,8 @@ from incvec.data.select import class_means
 from incvec.methods.common import ImageMethod, extract_features
 from incvec.nets import Head, LinearHead
 
+CPU_PIXELS = 4 * 224**2  # per forward pass
+
 
 class LDAOptions(TrainOptions):
     """The training settings apply to `adapt_epochs`."""
@@ -123,7 +125,10 @@ class LDA(ImageMethod):
     @torch.no_grad()
     def update(self, rows: Tensor, n_classes: int) -> None:
         """Add the images of these rows to the statistics of their classes, old or new, and solve for the head."""
-        features = extract_features(self.model, self.world, rows)
+        height, width = self.world.image_shape[1:]
+        # On a CPU, larger batches spend their time on allocating memory.
+        batch = max(1, CPU_PIXELS // (height * width)) if self.world.device.type == "cpu" else None
+        features = extract_features(self.model, self.world, rows, batch=batch)
         self.encoded = rows, features
         z = signed_power(features, self.options.power).double()
         labels = self.world.train.labels[rows]

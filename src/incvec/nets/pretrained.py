@@ -172,6 +172,21 @@ def match_names(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> dict[
     return {key: tensor for key, tensor in fitting.items() if tensor.shape == own[key].shape}
 
 
+@torch.no_grad()
+def copy_state(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy the tensors into a module that has exactly these.
+
+    Unlike `load_state_dict`, it does not add counters to BatchNorm layers that have none.
+    """
+    own = module.state_dict()
+    wrong = list(own.keys() ^ tensors.keys())
+    wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+    if wrong:
+        raise DataError(f"{len(wrong)} tensors are missing, unexpected or of another shape, such as {min(wrong)!r}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
+
+
 def _timm() -> Any:
     return require("timm")
 
