@@ -27,6 +27,7 @@ DIGESTS = {
     "icarl": "edf3f3e29ee8",
     "joint": "31e783016cd3",
     "lucir": "e5ef931bf353",
+    "lda": "3291f1908f8f",
     "lwf": "f5bde8692edb",
     "mnemonics": "0953c638c2f2",
     "mrfa": "7e13194b71e3",

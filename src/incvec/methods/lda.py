@@ -40,7 +40,7 @@ CPU_PIXELS = 4 * 224**2  # per forward pass
 class LDAOptions(TrainOptions):
     """The training settings apply to `adapt_epochs`."""
 
-    shrinkage: float = Field(0.3, gt=0, le=1, description="share of the identity in the covariance")
+    shrinkage: float = Field(0.5, gt=0, le=1, description="share of the identity in the covariance")
     power: float = Field(0.5, gt=0, le=1, description="of the features; 1: unchanged")
     adapt_epochs: int = Field(0, ge=0, description="epochs that train the backbone on the classes of the first task")
     batch_size: int = Field(32, ge=1)
