@@ -40,10 +40,10 @@ DIGESTS = {
     "ssre": "ae3c82e5a17e",
     "zeroshot": "0e38a7fa8372",
     "cofima": "bf78e4a953b4",
-    "eopc": "fe210ed6203e",
+    "eopc": "9d214ac353b8",
     "fisher-merge": "bf78e4a953b4",
     "imm": "bf78e4a953b4",
-    "ivt": "44123ab58152",
+    "ivt": "a36150c895a2",
     "magmax": "bf78e4a953b4",
 }
 

@@ -1,4 +1,4 @@
-"""The page "Your own classifier": every command and every Python block is run, in its order, with the default backbone."""
+"""The page "Your own classifier": all its commands and Python blocks are run in order, with the default backbone."""
 
 from __future__ import annotations
 
