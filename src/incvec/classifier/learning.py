@@ -213,6 +213,11 @@ class Learning:
     ) -> Description:
         """Learn the classes of a folder; `weights` returns those of the backbone for the first `learn`."""
         known = self.before.classes if self.before else ()
+        if known and self.kind.exemplars and not self.settings.memory:
+            raise ConfigError(
+                f"the method {self.kind.name!r} trains on remembered photos, and {self.folder.path} has none: it was "
+                "made from a snapshot. It predicts and is exported, but cannot learn more."
+            )
         photos = list_photos(root, at_least=1 if known else 2)
         check_new(photos, known, more)
         again = [name for name in photos.classes if name in known]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from incvec.classifier.folder import Description, Preprocessing
 from incvec.config import RunConfig
 from incvec.contracts import Method, World
+from incvec.data.augment import gray
 from incvec.data.stream import make_tasks
 from incvec.data.views import CENTER_FRACTION, ResizedViews
 from incvec.errors import CheckpointError, DataError
@@ -28,9 +29,10 @@ def stored_side(side: int) -> int:
 
 
 def to_pixels(squares: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """What the network sees of stored squares: float [B, 3, side, side] from 0 to 1."""
+    """What the network sees of stored squares: float [B, 3, side, side] from 0 to 1 (one channel if it sees gray)."""
     p = preprocessing
-    return ResizedViews(p.stored, p.side, True, 0.0, p.mean, p.std)("raw", squares)
+    pixels = ResizedViews(p.stored, p.side, True, 0.0, p.mean, p.std)("raw", squares)
+    return gray(pixels) if len(p.mean) == 1 else pixels
 
 
 class Network(nn.Module):

@@ -290,14 +290,25 @@ def evaluate(
 
 
 def export(
-    model: Folder,
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Model folder, or a snapshot of a run.", show_default=False)
+    ],
     to: Annotated[Format, typer.Option(help="Format of the file.")] = Format.onnx,
     out: Annotated[Path | None, typer.Option(help="File to write.", show_default="MODEL/export/NAME.SUFFIX")] = None,
 ) -> None:
     """Write the network to a file that other programs run: labels and preprocessing are inside.
 
     The file is compared with the classifier before it is written.
+
+    From a snapshot, RUN/snapshots/task-NN.safetensors, it makes a model folder instead: RUN/model-NN, or --out.
     """
+    if model.suffix == ".safetensors":
+        from incvec.classifier.snapshots import folder_from_snapshot
+
+        folder = out or model.parent.parent / model.stem.replace("task", "model")
+        description = folder_from_snapshot(model, folder)
+        say(f"{folder}: {len(description.classes)} classes")
+        return
     from incvec.classifier import Classifier
     from incvec.classifier.export import SUFFIXES
 

@@ -15,6 +15,7 @@ from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
 from incvec.data.memory import quota
 from incvec.data.stream import make_tasks
+from incvec.data.views import ResizedViews
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
@@ -168,6 +169,14 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
         cls = find_addon(name)
         addons.append(cls(config.options(name, cls.Options), world, method))
     return RunParts(world, method, addons, test, trained, order, engine, precision)
+
+
+def describe_preprocessing(parts: RunParts) -> dict[str, Any]:
+    """How an image becomes the network's input: short side to `stored` pixels, center square of `side`."""
+    views, side = parts.test.views, parts.world.image_shape[-1]
+    stored = views.stored if isinstance(views, ResizedViews) else side
+    mean, std = (values.flatten().tolist() for values in (views.mean, views.std))
+    return {"side": side, "stored": stored, "mean": mean, "std": std}
 
 
 def grow(parts: RunParts, task: Task, seed: int) -> None:

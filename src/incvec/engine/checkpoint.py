@@ -20,7 +20,7 @@ from incvec.config import RunConfig, differences
 from incvec.data import Dataset
 from incvec.data.stream import split
 from incvec.engine import events as ev
-from incvec.engine.build import RunParts, grow
+from incvec.engine.build import RunParts, describe_preprocessing, grow
 from incvec.engine.code_version import code_version
 from incvec.engine.loop import StageLoop
 from incvec.errors import CheckpointError
@@ -91,6 +91,9 @@ def describe(
         "grown": position.task - 1 if (position.stage, position.epoch) == (0, 0) else position.task,
         "config": config.resolved(),
         "class_order": parts.order,
+        "classes": list(parts.world.class_names),  # by label
+        "task_sizes": [task.n_new for task in parts.world.tasks],
+        "preprocessing": describe_preprocessing(parts),
         "fingerprint": dataset.fingerprint,
         "code": code_version(config.method),
         "progress": dict(progress),

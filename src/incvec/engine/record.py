@@ -8,7 +8,7 @@ from typing import Any
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
-from incvec.engine.build import RunParts
+from incvec.engine.build import RunParts, describe_preprocessing
 from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
@@ -89,6 +89,8 @@ def make_record(
         "correct": progress.correct,
         "class_counts": by_class,
         "class_order": parts.order,
+        "classes": list(parts.world.class_names),  # by label
+        "preprocessing": describe_preprocessing(parts),
         "config": settings,
         "seconds": seconds,
         "task_seconds": progress.task_seconds,
