@@ -15,7 +15,11 @@ from incvec import Classifier
 FORMATS = ("png", "jpg", "webp", "bmp", "gif", "tif")
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TINY: dict[str, Any] = {"backbone": "tiny", "side": 16, "memory": 3, "check": 2, "device": "cpu"}
-FROZEN: dict[str, Any] = {**TINY, "method": "lda", "settings": {"lda": {"adapt_epochs": 0}}}
+FROZEN: dict[str, Any] = {
+    **TINY,
+    "method": "lda",
+    "settings": {"lda": {"adapt_epochs": 0}},
+}
 REPLAY: dict[str, Any] = {
     **TINY,
     "method": "replay",

@@ -31,7 +31,7 @@ from incvec.errors import Busy, CheckpointError, ConfigError
 
 FORMAT = 1
 REMEDY = "Copy the folder again from where it is intact, or use `incvec undo`."
-WEBP = {"format": "WEBP", "quality": 90, "method": 4}
+WEBP: dict[str, Any] = {"format": "WEBP", "quality": 90, "method": 4}
 
 Photos = list[list[bytes]]  # by class: encoded squares, the most typical first
 
@@ -84,6 +84,7 @@ class Description(BaseModel):
     memory: int  # photos per class to remember
     check: int  # photos per class held out to measure accuracy
     seed: int
+    temperature: float = 1.0  # divides the scores, so that probabilities are calibrated on the check photos
     history: tuple[Learned, ...]
     remembered: tuple[int, ...]  # photos kept of each class for training
     checked: tuple[int, ...]  # and for measuring accuracy

@@ -30,9 +30,9 @@ from incvec.classifier.folder import (
     decode,
     encode,
 )
-from incvec.classifier.network import Network, build_network, in_batches
+from incvec.classifier.network import Network, build_network, fit_temperature, in_batches
 from incvec.classifier.photos import ClassPhotos, Progress, check_new, list_photos, load_squares
-from incvec.config import RunConfig, digest
+from incvec.config import RunConfig, digest, validate
 from incvec.contracts import Method
 from incvec.data.dataset import Dataset
 from incvec.data.select import herd
@@ -259,17 +259,9 @@ class Learning:
         """Train the last task. Returns its snapshot, where each row of the data set comes from, and, if the method has
         computed them, the features of the new photos of new classes, by row of `new`."""
         dataset, rows = self.make_dataset(new, classes, first, kept)
-        config = RunConfig(
-            method=self.settings.method,
-            addons=self.settings.addons,
-            dataset="folder",
-            task_sizes=sizes,
-            order_seed=None,
-            seed=self.settings.seed,
-            device=self.device,
-            precision="fp32",
-            sections=dict(sections),
-        )
+        given: dict[str, Any] = {"method": self.settings.method, "addons": self.settings.addons, "dataset": "folder"}
+        given |= {"task_sizes": sizes, "order_seed": None, "seed": self.settings.seed, "device": self.device}
+        config: RunConfig = validate(RunConfig, {**given, "precision": "fp32", "sections": dict(sections)})
         self.discard_other(config, dataset)
         run = LearnRun(config, dataset, self.folder.working, lambda state: self.prepare(state, weights), self.progress)
         for event in run.events():
@@ -403,17 +395,21 @@ class Learning:
             check = [*check, *([] for _ in added)]
             for square, label in zip(new.check_squares, new.check_labels.tolist(), strict=True):
                 check[label].append(encode(square))
+        before = self.before.temperature if self.before else 1.0
+        accuracy, temperature = self.measure(network, new, check, classes, before)
         entry = Learned(
             when=datetime.now().astimezone().isoformat(timespec="seconds"),
             source=photos.root.name,
             classes=tuple(added),
             photos=new.count,
-            check=self.measure(network, new, check, classes),
+            check=accuracy,
             more={name: len(photos.files[name]) for name in photos.classes if name not in added},
             seconds=round(time.monotonic() - self.began, 1),
         )
         counts = {"remembered": tuple(map(len, kept)), "checked": tuple(map(len, check))} if s.memory else {}
-        description = draft.model_copy(update={"history": (*draft.history, entry), **counts})
+        description = draft.model_copy(
+            update={"history": (*draft.history, entry), "temperature": temperature, **counts}
+        )
         saved = {key: meta[key] for key in ("position", "grown", "progress")} | {"kind": "model"}
         self.folder.commit(description, tensors, saved, kept, check)
         return description
@@ -445,22 +441,24 @@ class Learning:
         return result
 
     def measure(
-        self, network: Network, new: NewPhotos, check: Photos, classes: Sequence[str]
-    ) -> dict[str, tuple[int, int]]:
-        """Correct and total check photos by class: of all classes, or of the new ones if no photos are kept."""
+        self, network: Network, new: NewPhotos, check: Photos, classes: Sequence[str], before: float
+    ) -> tuple[dict[str, tuple[int, int]], float]:
+        """Correct and total check photos by class, and the temperature that calibrates the probabilities on them.
+
+        Of all classes, or of the new ones if no photos are kept.
+        """
         squares, labels = [*new.check_squares], new.check_labels.tolist()
         if self.settings.memory:
             stored = [(decode(photo), label) for label, photos in enumerate(check) for photo in photos]
             squares, labels = [square for square, _ in stored], [label for _, label in stored]
         if not squares:
-            return {}
-        function = network.forward
-        probabilities = in_batches(function, torch.stack(squares), self.settings.preprocessing, network.mean.device)
+            return {}, before
+        scores = in_batches(network.scores, torch.stack(squares), self.settings.preprocessing, network.mean.device)
         result: dict[str, tuple[int, int]] = {}
-        for guess, label in zip(probabilities.argmax(1).tolist(), labels, strict=True):
+        for guess, label in zip(scores.argmax(1).tolist(), labels, strict=True):
             correct, total = result.get(classes[label], (0, 0))
             result[classes[label]] = (correct + (guess == label), total + 1)
-        return result
+        return result, fit_temperature(scores, torch.tensor(labels), before)
 
 
 def add_photos(draft: Description, tensors: Mapping[str, Tensor], new: NewPhotos, known: int) -> dict[str, Tensor]:

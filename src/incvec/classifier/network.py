@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from incvec.classifier.folder import Description, Preprocessing
-from incvec.config import RunConfig
+from incvec.config import RunConfig, validate
 from incvec.contracts import Method, World
 from incvec.data.augment import gray
 from incvec.data.stream import make_tasks
@@ -41,16 +42,20 @@ class Network(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, method: Method, preprocessing: Preprocessing) -> None:
+    def __init__(self, method: Method, preprocessing: Preprocessing, temperature: float = 1.0) -> None:
         super().__init__()
-        self.method = method
+        self.method, self.temperature = method, temperature
         self.register_buffer("mean", torch.tensor(preprocessing.mean)[:, None, None])
         self.register_buffer("std", torch.tensor(preprocessing.std)[:, None, None])
         self.eval().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        scores = next(iter(self.method((images - self.mean) / self.std).values()))
-        return scores.float().softmax(1)
+        return (self.scores(images) / self.temperature).softmax(1)
+
+    def scores(self, images: Tensor) -> Tensor:
+        """Before the softmax and the temperature."""
+        scores: Tensor = next(iter(self.method((images - self.mean) / self.std).values()))
+        return scores.float()
 
     def features(self, images: Tensor) -> Tensor:
         model: Any = self.method.model
@@ -80,7 +85,7 @@ def in_batches(
 def build_network(description: Description, tensors: Mapping[str, Tensor], device: torch.device) -> Network:
     """The network of a version, from its description and the tensors of its file of weights."""
     kind = find_method(description.method)
-    config = RunConfig(method=description.method, sections=description.sections)
+    config: RunConfig = validate(RunConfig, {"method": description.method, "sections": description.sections})
     side = description.preprocessing.side
     world = World(
         device=device,
@@ -101,10 +106,26 @@ def build_network(description: Description, tensors: Mapping[str, Tensor], devic
     except DataError as error:
         raise CheckpointError(f"the weights do not fit {description.backbone} with {method.name}: {error}") from error
     method.store = {name: tensor.to(device) for name, tensor in select(tensors, "store/").items()}
-    network = Network(method, description.preprocessing).to(device)
-    return cast(Any, network).to(memory_format=torch.channels_last)  # on a CPU a third of the time
+    network = Network(method, description.preprocessing, description.temperature).to(device)
+    cast(Any, network).to(memory_format=torch.channels_last)  # on a CPU a third of the time
+    return network
 
 
 def select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+TEMPERATURES = torch.logspace(-1, 2.5, 141, base=10.0, dtype=torch.float64)  # 0.1 to 316
+MIN_CALIBRATION = 10  # photos
+
+
+def fit_temperature(scores: Tensor, labels: Tensor, before: float) -> float:
+    """The temperature with the smallest cross-entropy on held-out photos; `before` if there are too few of them.
+
+    Guo et al., On calibration of modern neural networks, 2017, https://arxiv.org/abs/1706.04599.
+    """
+    if len(labels) < MIN_CALIBRATION:
+        return before
+    losses = [float(cross_entropy(scores.double() / t, labels)) for t in TEMPERATURES]
+    return round(float(TEMPERATURES[int(torch.tensor(losses).argmin())]), 6)

@@ -148,11 +148,11 @@ def learn(
     """
     if (out is None) == (into is None):
         raise ConfigError("give either --out NEW_FOLDER for a new classifier, or --into FOLDER to add classes to one.")
-    once = {
+    once: dict[str, Any] = {
         "memory": memory, "check": check, "backbone": backbone, "weights": weights, "method": method, "addons": addon,
         "side": side, "seed": seed, "settings": settings,
     }  # fmt: skip
-    given = {name: value for name, value in once.items() if value}
+    given: dict[str, Any] = {name: value for name, value in once.items() if value}
     given |= {name: value for name, value in (("memory", memory), ("check", check)) if value is not None}
     if into is not None and given:
         raise ConfigError(

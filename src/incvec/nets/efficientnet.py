@@ -24,7 +24,7 @@ WIDTH = 1280  # of the features
 class Blocks(NamedTuple):
     """One stage: number of blocks, channels, kernel, stride of the first block, expansion."""
 
-    count: int
+    blocks: int
     channels: int
     kernel: int
     stride: int
@@ -87,7 +87,7 @@ class EfficientNetLite0(Backbone):
         self.stages = nn.ModuleList()
         for plan in LITE0:
             stage = nn.Sequential()
-            for index in range(plan.count):
+            for index in range(plan.blocks):
                 stride = plan.stride if index == 0 else 1
                 stage.append(InvertedResidual(width, plan.channels, plan.kernel, stride, plan.expansion))
                 width = plan.channels
