@@ -95,6 +95,7 @@ class RunConfig(Settings):
     dataset: str = "digits"
     tasks: int = Field(5, ge=1, description="increments after the base task; all tasks if base_classes is 0")
     base_classes: int = Field(50, ge=0)
+    task_sizes: Ints | None = Field(None, description="classes of each task, instead of base_classes and tasks")
     seed: int = Field(0, ge=0, description="training seed")
     order_seed: int | None = Field(1993, ge=0, description="seed of the class order; null: the data set's order")
     class_order: Ints | None = Field(None, description="an explicit class order, instead of order_seed")
@@ -136,6 +137,7 @@ class RunConfig(Settings):
         optional = {
             "last_batch": "drop",
             "sync_batchnorm": True,
+            "task_sizes": None,
             "class_list": None,
             "placement": None,
             "held_out": None,

@@ -32,6 +32,32 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "learn": Command(
+        "classifier",
+        "Your own classifier",
+        "Learn the classes of a folder of photos: the first ones with --out, further ones with --into.",
+    ),
+    "predict": Command("classifier", "Your own classifier", "Name the class of photos, with its probability."),
+    "evaluate": Command(
+        "classifier",
+        "Your own classifier",
+        "Measure accuracy on class folders: by class, by when it was learned, and which classes are confused.",
+    ),
+    "export": Command(
+        "classifier",
+        "Your own classifier",
+        "Write the network to a file that other programs run: labels and preprocessing are inside.",
+    ),
+    "info": Command(
+        "classifier",
+        "Your own classifier",
+        "Show what a classifier knows and keeps: classes, history, accuracy then and now, memory, size.",
+    ),
+    "undo": Command(
+        "classifier",
+        "Your own classifier",
+        "Go back to before the last `learn`. It cannot be repeated: one version is kept.",
+    ),
     "demo": Command(
         "demo",
         "Training",

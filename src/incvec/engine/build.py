@@ -16,6 +16,8 @@ from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
 from incvec.data.image_files import available_memory
 from incvec.data.memory import quota
+from incvec.data.stream import make_tasks
+from incvec.data.views import ResizedViews
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
@@ -100,7 +102,12 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     options = config.options(config.method, kind.Options)
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
-    tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
+    if kind.joint:
+        tasks = split(n_classes, n_classes, 0)
+    elif config.task_sizes is not None:
+        tasks = make_tasks(n_classes, config.task_sizes)
+    else:
+        tasks = split(n_classes, config.base_classes, config.tasks)
     if config.stop_after is not None and config.stop_after > len(tasks):
         raise ConfigError(
             f"stop_after={config.stop_after}: the stream has {len(tasks)} tasks. Give 1 to {len(tasks)}, or leave it "
@@ -161,6 +168,14 @@ def check_memory(config: RunConfig, method: Method, addons: Sequence[AddOn], dev
                     f"setting {part.name}.{option} = {config.sections[part.name][option]} needs {needed / 1e9:.0f} GB "
                     f"of memory or more, and {device} has {total / 1e9:.0f} GB: lower it."
                 )
+
+
+def describe_preprocessing(parts: RunParts) -> dict[str, Any]:
+    """How an image becomes the network's input: short side to `stored` pixels, center square of `side`."""
+    views, side = parts.test.views, parts.world.image_shape[-1]
+    stored = views.stored if isinstance(views, ResizedViews) else side
+    mean, std = (values.flatten().tolist() for values in (views.mean, views.std))
+    return {"side": side, "stored": stored, "mean": mean, "std": std}
 
 
 def grow(parts: RunParts, task: Task, seed: int) -> None:

@@ -23,7 +23,7 @@ from incvec.config import RunConfig, differences, first_problem
 from incvec.data import Dataset
 from incvec.data.stream import split
 from incvec.engine import events as ev
-from incvec.engine.build import RunParts, grow
+from incvec.engine.build import RunParts, describe_preprocessing, grow
 from incvec.engine.code_version import code_version
 from incvec.engine.device_errors import is_out_of_memory
 from incvec.engine.loop import StageLoop
@@ -99,6 +99,9 @@ def describe(
         "grown": position.task - 1 if (position.stage, position.epoch) == (0, 0) else position.task,
         "config": config.resolved(),
         "class_order": parts.order,
+        "classes": list(parts.world.class_names),  # by label
+        "task_sizes": [task.n_new for task in parts.world.tasks],
+        "preprocessing": describe_preprocessing(parts),
         "fingerprint": dataset.fingerprint,
         "code": code_version(config.method),
         "progress": dict(progress),
@@ -309,7 +312,8 @@ def check_start(
         raise CheckpointError(f"{prefix}: it is of {other['method']}, this run is {method} with {net}.")
     if meta["class_order"][:seen] != parts.order[:seen] or meta["fingerprint"] != dataset.fingerprint:
         raise CheckpointError(f"{prefix}: its classes so far, or their images, differ from this run's.")
-    theirs = [task.n_new for task in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
+    sizes = other.get("task_sizes")
+    theirs = sizes or [t.n_new for t in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
     ours = [task.n_new for task in parts.tasks]
     if theirs[: grown + 1] != ours[: grown + 1]:
         raise CheckpointError(

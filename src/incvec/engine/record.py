@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
-from incvec.engine.build import RunParts
+from incvec.engine.build import RunParts, describe_preprocessing
 from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
@@ -101,6 +101,7 @@ def make_record(
         "class_order": parts.order,
         "class_names": [dataset.class_names[label] for label in parts.order[: len(by_class)]],
         "confusion": progress.confusion or None,
+        "preprocessing": describe_preprocessing(parts),
         "config": settings,
         "seconds": seconds,
         "task_seconds": progress.task_seconds,

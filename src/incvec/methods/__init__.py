@@ -22,6 +22,7 @@ METHODS.add_builtins(
         "geodl": "incvec.methods.geodl:GeoDL",
         "icarl": "incvec.methods.icarl:ICaRL",
         "joint": "incvec.methods.joint:Joint",
+        "lda": "incvec.methods.lda:LDA",
         "lucir": "incvec.methods.lucir:LUCIR",
         "lwf": "incvec.methods.lwf:LwF",
         "mnemonics": "incvec.methods.mnemonics:Mnemonics",

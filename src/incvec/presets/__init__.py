@@ -53,6 +53,7 @@ UNIFORM: dict[str, dict[str, Any]] = {
 SETTINGS = (
     "order_seed",
     "base_classes",
+    "task_sizes",
     "class_order",
     "class_list",
     "variant",
