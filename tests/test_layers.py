@@ -21,7 +21,7 @@ PACKAGE = Path(incvec.__file__).parent
 
 # From the lowest to the highest. Names of files and folders in the package; "" is the package itself, which exports the
 # plug-in, and, imported when they are used, the functions in `LAZY`.
-LAZY = ("incvec.api", "incvec.records")
+LAZY = ("incvec.api", "incvec.classifier", "incvec.records")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("ivt", "lazy"),
     ("",),

@@ -40,7 +40,7 @@ BASE_FILES = (
 # found by `method_files`.
 OTHER_FILES = (
     "__init__.py", "__main__.py", "atomic_files.py", "config.py", "errors.py", "metrics.py", "records.py",
-    "registry.py", "declarations.py", "lazy.py", "addons/", "presets/", "methods/",
+    "registry.py", "declarations.py", "lazy.py", "text_files.py", "addons/", "presets/", "methods/",
     "ivt/__init__.py", "ivt/batchnorm.py", "ivt/checks.py", "ivt/core.py", "ivt/listening.py", "ivt/optimizer_state.py",
     "ivt/plugin.py", "ivt/state.py", "ivt/transform.py",
     "nets/__init__.py",
