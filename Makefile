@@ -1,6 +1,8 @@
-# make demo       four short runs on embedded data and one figure; about a minute on a CPU
+# make demo       PODNet without and with IVT on embedded data, three seeds; about a minute on a CPU, once installed
 # make test       style, types and the quick tests; what a change has to pass first
-# make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser
+# make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser, the plug-in in
+#                 other libraries, which it installs (140 MB)
+# make test-oldest-torch   the plug-in's tests with the oldest torch that it supports (needs Python 3.11)
 # make docs       the documentation site in site/; a broken link is an error
 # make dist       wheel and sdist in dist/, installed into fresh environments and tried (DIST=--full downloads torch)
 # make bench      small versions of all benchmarks, on a CPU
@@ -15,18 +17,25 @@ VENV ?= .venv
 JOBS ?= 2
 DIST ?=
 BIN := $(VENV)/bin
+OLDEST_TORCH := $(shell sed -n 's/^dependencies = .*torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all docs dist bench figures clean
+.PHONY: demo test test-all test-oldest-torch docs dist bench figures clean
 
 $(VENV)/lab: pyproject.toml
+	@echo "Installing PyTorch and the other packages of the lab into $(VENV): about 6 GB, 5 to 10 minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[lab]'
+	$(BIN)/python -m pip install --editable '.[lab]'
 	touch $@
 
 $(VENV)/dev: $(VENV)/lab
 	$(BIN)/python -m pip install --quiet --editable '.[lab,dev]'
+	touch $@
+
+$(VENV)/hosts: $(VENV)/dev
+	$(BIN)/python -m pip install --quiet --editable '.[lab,dev,hosts]'
+	$(BIN)/python -m pip install --quiet --no-deps avalanche-lib==0.6.0
 	touch $@
 
 $(VENV)/docs: $(VENV)/lab
@@ -43,9 +52,18 @@ test: $(VENV)/dev
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
-test-all: $(VENV)/dev
-	@echo "make test-all: about 5 minutes with $(JOBS) processes"
+test-all: $(VENV)/hosts
+	@echo "make test-all: about 7 minutes with $(JOBS) processes"
 	$(BIN)/python -m pytest -n $(JOBS) -m "slow and not gpu"
+
+.venv-oldest-torch/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest-torch
+	.venv-oldest-torch/bin/python -m pip install --quiet "torch==$(OLDEST_TORCH).*" "numpy<2" "pytest>=8" "hypothesis>=6.100"
+	touch $@
+
+# Without tests/conftest.py, which imports the lab.
+test-oldest-torch: .venv-oldest-torch/ready
+	PYTHONPATH=src .venv-oldest-torch/bin/python -m pytest tests/ivt --confcutdir=tests/ivt -m "not gpu"
 
 docs: $(VENV)/docs
 	$(BIN)/python -m mkdocs build --strict
@@ -61,6 +79,7 @@ bench: $(VENV)/lab
 	$(BIN)/python benchmarks/engine_accuracy.py --small
 	$(BIN)/python benchmarks/complete_run.py --small
 	$(BIN)/python benchmarks/packing.py --images 500
+	$(BIN)/python benchmarks/startup.py --small
 
 figures: $(VENV)/lab
 	test ! -d results/figures || $(BIN)/incvec study draw results/figures
@@ -69,4 +88,4 @@ figures: $(VENV)/lab
 	$(BIN)/python -m incvec.study.catalog --readme README.md
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest-torch build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -174,7 +174,9 @@ def main() -> None:
         measured += [measure(case, variant, options.batch, repeats) for variant in VARIANTS]
 
     print(f"incvec {__version__}, torch {torch.__version__}, {platform.machine()}, {options.threads} threads")
-    print(f"{'network':<18}{'variant':<9}{'step':>10}{'squares':>10}{'epoch end':>11}{'teleport':>10}{'inside':>9}{'outside':>9}")
+    titles = {"network": -18, "variant": -9, "step": 10, "squares": 10, "epoch end": 11, "teleport": 10}
+    titles |= {"inside": 9, "outside": 9}
+    print("".join(f"{title:<{-width}}" if width < 0 else f"{title:>{width}}" for title, width in titles.items()))
     for row in measured:
         times = (row.plain_step, row.accumulate, row.end_epoch, row.teleport)
         cells = "".join(f"{1e3 * t:>{w - 3}.2f} ms" for t, w in zip(times, (10, 10, 11, 10), strict=True))

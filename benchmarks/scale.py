@@ -38,8 +38,8 @@ from torch.utils.data import DataLoader
 from incvec.data import load_dataset
 from incvec.data.dataset import IMAGENET_NORMALIZATION
 from incvec.data.layouts import list_images
+from incvec.data.options import Placement
 from incvec.data.store.chunks import cores
-from incvec.data.store.mapped import Placement
 from incvec.data.store.write import pack
 from incvec.engine import events as ev
 from incvec.engine.run import Run

@@ -135,12 +135,14 @@ def ten_epochs(events: Iterator[ev.Event]) -> float:
     return time.perf_counter() - began
 
 
-IVT_VARIANTS: dict[str, dict[str, str]] = {"default": {}, "layer": {"batchnorm": "layer"}, "own": {"fisher_loss": "own"}}
+IVT_VARIANTS: dict[str, dict[str, str]] = {
+    "default": {},
+    "layer": {"batchnorm": "layer"},
+    "own": {"fisher_loss": "own"},
+}
 
 
-def compare_ivt(
-    data: Dataset, small: bool, engine: str, size: Size, variant: str
-) -> tuple[list[Row], dict[str, Any]]:
+def compare_ivt(data: Dataset, small: bool, engine: str, size: Size, variant: str) -> tuple[list[Row], dict[str, Any]]:
     """Rows without and with IVT, and the median ratio of times."""
     epochs = INTERVAL * (size.turns + 1) + 1
     seconds: list[list[float]] = [[], []]

@@ -61,6 +61,14 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(re.findall(r"[\w/-]+\.md", text)) == {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
 
 
+def test_adapters_are_where_the_page_says() -> None:
+    shown = re.findall(r"from incvec\.ivt\.adapters\.(\w+) import (\w+)", (DOCS / "plugin-hosts.md").read_text())
+    assert len(shown) == 4
+    for module, name in shown:
+        text = (ROOT / f"src/incvec/ivt/adapters/{module}.py").read_text()
+        assert re.search(rf"^(class|def) {name}\b", text, re.MULTILINE), f"{module} has no {name}"
+
+
 # Lists ------------------------------------------------------------------------------------------------------
 
 
@@ -201,3 +209,9 @@ def test_training_step_takes_the_documented_path(tmp_path: Path, monkeypatch: py
     remaining = iter(calls)
     for hop in hops:
         assert hop in remaining, f"{hop} is not called, or not after the hops before it"
+
+
+def test_glossary_defines_the_terms_of_the_field() -> None:
+    defined = re.findall(r"^\*\*(.+?)\*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = {word.lower() for term in defined for word in re.split(r"[ ,()]+", term)}
+    assert {"exemplar", "herding", "increment", "teleport", "oracle", "barrier", "seed", "gain"} <= words

@@ -66,7 +66,12 @@ def test_checkpoint_of_format_1_resumes_to_the_same_bits(config: RunConfig, run:
 
 
 def test_snapshot_of_format_1_can_be_started_from(run: Run, tmp_path: Path) -> None:
-    same_weights(FORMATS / "snapshot-1.safetensors", run.snapshot_path(1))
+    old, new = (read_tensors(path)[0] for path in (FORMATS / "snapshot-1.safetensors", run.snapshot_path(1)))
+    added = {"addon/ivt/epochs", "addon/ivt/exponent"}  # Fbar is stored times 2^exponent since then
+    assert old.keys() == new.keys() - added
+    assert new["addon/ivt/exponent"] == 64
+    for name, tensor in old.items():
+        assert torch.equal(tensor * 2.0**64 if "/cumulative/" in name else tensor, new[name]), name
     started = Run(resolve({**SETTINGS, "start": str(FORMATS / "snapshot-1.safetensors")}), run.dataset, tmp_path)
     finish(started)
     same_weights(started.snapshot_path(2), run.snapshot_path(2))

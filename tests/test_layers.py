@@ -20,11 +20,13 @@ from incvec.methods import METHODS
 PACKAGE = Path(incvec.__file__).parent
 
 # From the lowest to the highest. Names of files and folders in the package; "" is the package itself, which exports the
-# plug-in.
+# plug-in, and, imported when they are used, the functions in `LAZY`.
+LAZY = ("incvec.api", "incvec.records")
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("ivt",),
+    ("ivt", "lazy"),
     ("",),
-    ("errors", "contracts", "registry", "fused"),
+    ("errors", "contracts", "registry", "fused", "file_names"),
+    ("declarations", "text_files"),
     ("config",),
     ("atomic_files",),
     ("metrics",),
@@ -35,8 +37,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("addons",),
     ("presets",),
     ("engine",),
+    ("classifier",),
     ("study",),
     ("cli", "__main__", "lab"),
+    ("api",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -77,7 +81,7 @@ def violations(folder: Path, package: str) -> list[str]:
         layer = name.partition(".")[0]
         for line, target in imports_of(name, file, modules, package):
             root, _, inner = target.partition(".")
-            if root != package:
+            if root != package or (not name and target in LAZY):
                 continue
             used = inner.partition(".")[0]
             if LEVEL.get(used, len(LAYERS)) > LEVEL[layer]:

@@ -27,6 +27,7 @@ DIGESTS = {
     "icarl": "38b6273a2d77",
     "joint": "13a0d39df3c8",
     "lucir": "84deb6ba28b4",
+    "lda": "d909d7bba222",
     "lwf": "c7701df04a8b",
     "mnemonics": "481ba1ae8e51",
     "mrfa": "0c9ed9d25192",
@@ -39,10 +40,10 @@ DIGESTS = {
     "ssre": "f3627af0b39c",
     "zeroshot": "34052370b60a",
     "cofima": "bf78e4a953b4",
-    "eopc": "897c63e25e20",
+    "eopc": "e004f70cf4f4",
     "fisher-merge": "bf78e4a953b4",
     "imm": "bf78e4a953b4",
-    "ivt": "f1ee08c8393e",
+    "ivt": "9cbed8d5fca4",
     "magmax": "bf78e4a953b4",
 }
 

@@ -38,6 +38,12 @@ def test_makefile_describes_every_target_at_its_top() -> None:
     assert re.findall(r"^# make ([\w-]+) ", makefile, re.MULTILINE) == phony
 
 
+def test_make_says_how_long_the_tests_take() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("test", "test-all"):
+        assert re.search(rf"^{target}: .*\n\t@echo \"make {target}: about \d+ minutes with", makefile, re.MULTILINE)
+
+
 def test_entry_point_groups_are_documented() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     for each in (registry.METHODS, registry.ADDONS, registry.DATASETS, registry.PRESETS):

@@ -57,16 +57,29 @@ def test_commit_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert records.commit() == "abc123"
 
 
+CONFIG = {"method": "finetune", "addons": [], "dataset": "digits"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"config": None}, "is not a record: config is a NoneType, a dict was expected"),
-        ({"addons": 3}, "is not a record: addons is a int, a list was expected"),
-        ({"metrics": {}}, "its metrics have None for AA"),
-        ({"metrics": ["AA"]}, "metrics is a list, a dict was expected"),
-        ({"metrics": {"AA": True, "LA": 2.0}}, "its metrics have True for AA"),
-        ({"metrics": {"AA": 90.0, "LA": None}}, "its metrics have None for LA, a number was expected"),
-        ({"metrics": {"AA": 90.0, "LA": 90.0, "FM": "a lot"}}, "its metrics have 'a lot' for FM"),
+        ({"config": None}, "is not a record: config is None: Input should be a valid dictionary"),
+        ({"config": CONFIG | {"seed": "1"}}, "config.seed is '1', expected a value such as 0"),
+        ({"config": CONFIG | {"addons": [1]}}, r"config.addons is \[1\], expected a list of names"),
+        ({"config": CONFIG | {"finetune": 5}}, "config.finetune is 5, expected a mapping"),
+        ({"addons": 3}, "is not a record: addons is 3: Input should be a valid list"),
+        ({"metrics": {}}, "metrics.AA is {}: Field required"),
+        ({"metrics": ["AA"]}, r"metrics is \['AA'\]: Input should be a valid dictionary"),
+        ({"metrics": {"AA": True, "LA": 2.0}}, "metrics.AA is True: Input should be a valid number"),
+        ({"metrics": {"AA": 90.0, "LA": None}}, "metrics.LA is None: Input should be a valid number"),
+        ({"metrics": {"AA": 90.0, "LA": 90.0, "FM": "a lot"}}, "metrics.FM is 'a lot': Input should be a valid number"),
+        ({"accuracy": [[90.0], [1.0, "x"]]}, "accuracy.1.1 is 'x': Input should be a valid number"),
+        ({"accuracy": [[float("nan")]]}, "it contains NaN, which is not a number"),
+        ({"accuracy": [[900.0]]}, "accuracy.0.0 is 900.0: Input should be less than or equal to 100"),
+        ({"method": "a\0"}, r"method is 'a\\x00': expected printable characters"),
+        ({"dataset": "\ud800"}, "dataset is .*: Input should be a valid string"),
+        ({"environment": "x"}, "environment is 'x': Input should be a valid dictionary"),
+        ({"seed": 10**30}, "seed is 1000.*: Input should be less than"),
         ({"format": 99}, "is a record of format 99, this version of incvec reads up to 2"),
     ],
 )

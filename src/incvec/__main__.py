@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import os
+import signal
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
 
+EXIT_INTERRUPTED = 130  # the shell's convention for a program ended by Ctrl-C
 # Import names of the packages that the extra `lab` installs.
 LAB_PACKAGES = {
     "annotated_doc",
@@ -33,8 +37,28 @@ def install_command() -> str:
     return "pip install 'incvec[lab]'"
 
 
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C: end the command in an orderly way; while packages are imported, or the second time, at once.
+
+    A process may end at any time: files are replaced as a whole, and the kernel releases locks. An exception within an
+    import may be lost or become an `ImportError`.
+    """
+    signal.signal(signal.SIGINT, end_at_once)
+    while frame is not None:
+        if "importlib" in frame.f_code.co_filename:
+            end_at_once()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def end_at_once(*_: object) -> None:
+    os.write(2, b"Interrupted.\n")
+    os._exit(EXIT_INTERRUPTED)
+
+
 def main() -> None:
     """Run the command line and exit with its exit code."""
+    signal.signal(signal.SIGINT, interrupt)
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # an unreadable memory-mapped file kills the process: print where
     try:
@@ -51,8 +75,9 @@ def main() -> None:
         )
         sys.exit(2)
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        sys.exit(130)
+        end_at_once()
+    finally:
+        signal.signal(signal.SIGINT, end_at_once)  # the interpreter's own shutdown
 
 
 if __name__ == "__main__":

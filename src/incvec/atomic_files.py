@@ -26,7 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from incvec.config import upgrade_settings
-from incvec.errors import CheckpointError, IncvecError
+from incvec.errors import CheckpointError, IncvecError, shorten
 
 FORMAT = 2  # 1 had British names of settings and tensors, and "facts" for "statistics"
 READABLE_FORMATS = (1, FORMAT)
@@ -154,6 +154,15 @@ def read_tensors(path: Path, remedy: str = START_AGAIN) -> tuple[dict[str, Tenso
     return _upgrade(tensors, meta)
 
 
+def check_fits(name: str, saved: Tensor, live: Tensor) -> None:
+    """Refuse a saved tensor of another shape or type than the one that it is copied to."""
+    if (saved.shape, saved.dtype) != (live.shape, live.dtype):
+        raise CheckpointError(
+            f"saved tensor {name!r} has shape {tuple(saved.shape)} and type {saved.dtype}, expected "
+            f"{tuple(live.shape)} and {live.dtype}."
+        )
+
+
 def _read(path: Path, with_tensors: bool, remedy: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -162,14 +171,17 @@ def _read(path: Path, with_tensors: bool, remedy: str) -> tuple[dict[str, Tensor
             if _hash_text(text) != header.get("hash"):
                 raise ValueError("its metadata does not match its hash")
             meta = json.loads(text)
+            if not isinstance(meta, dict) or not isinstance(meta.get("hashes"), dict):
+                raise ValueError("its metadata lacks the hashes of its tensors")
             tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}): it is truncated or not a file of incvec. {remedy}"
         ) from None
     if meta.get("format") not in READABLE_FORMATS:
         raise CheckpointError(
-            f"{path} has format {meta.get('format')!r}; this version of incvec reads up to {FORMAT}. Use a newer one."
+            f"{path} has format {shorten(meta.get('format'), 40)}; this version of incvec reads up to {FORMAT}. Use a "
+            "newer one."
         )
     return tensors, meta
 
@@ -178,10 +190,10 @@ def _upgrade(tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str
     """Translate the names of format 1."""
     if meta["format"] == 1:
         tensors = {_FORMAT_1.sub(lambda word: RENAMED_TENSORS[word[0]], name): t for name, t in tensors.items()}
-        if "config" in meta:
+        if isinstance(meta.get("config"), dict):
             meta["config"] = upgrade_settings(meta["config"])
-        if "facts" in meta.get("progress", {}):
-            meta["progress"]["statistics"] = meta["progress"].pop("facts")
+        if isinstance(progress := meta.get("progress"), dict) and "facts" in progress:
+            progress["statistics"] = progress.pop("facts")
     return tensors, meta
 
 

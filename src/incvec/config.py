@@ -9,16 +9,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from incvec.errors import ConfigError, nearest
+from incvec.errors import ConfigError, nearest, shorten
+from incvec.text_files import read_text
 
 Normalization = Literal["default", "lucir"]
 Ints = Annotated[tuple[int, ...], Field(strict=False)]
+
+MAX_INTEGER = 2**32 - 1  # of every setting; numpy's legacy generator takes no larger seed
+MAX_TEXT = 4096  # characters of a name, a path or a caption
+MAX_YAML = 1 << 18  # bytes of a configuration or sweep file
+MAX_VALUES = 100_000  # of a YAML file, with its aliases written out
+MAX_DEPTH = 50
 
 # Old name -> new name. Old names are refused in new configurations and translated in saved ones.
 RENAMED_SETTINGS = {
@@ -30,10 +39,29 @@ RENAMED_SETTINGS = {
 REMOVED_SETTINGS = {"stages": ["main"]}  # and their defaults
 
 
-class Options(BaseModel):
+class Settings(BaseModel):
+    """Base of all settings: no unknown names, no conversions, and every value within the bounds of this module."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def bounded(cls, value: Any) -> Any:
+        """Refuse integers, texts and lists that no run can use, whatever the setting is."""
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, int) and abs(each) > MAX_INTEGER:
+                raise ValueError(f"expected an integer up to {MAX_INTEGER}")
+            if isinstance(each, str) and (len(each) > MAX_TEXT or not each.isprintable()):
+                raise ValueError(f"expected up to {MAX_TEXT} printable characters")
+        if isinstance(value, tuple | list) and len(value) > MAX_VALUES:
+            raise ValueError(f"expected up to {MAX_VALUES} values")
+        return value
+
+
+class Options(Settings):
     """Settings of a method or add-on. The defaults are the paper's values for CIFAR-100."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
 
 class TrainOptions(Options):
@@ -59,16 +87,15 @@ class TrainOptions(Options):
     memory_total: int | None = Field(None, ge=1, description="a fixed total of exemplars, shared by the classes seen")
 
 
-class RunConfig(BaseModel):
+class RunConfig(Settings):
     """Everything that determines a run's results. Folders are not part of it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     method: str
     addons: Annotated[tuple[str, ...], Field(strict=False)] = ()
     dataset: str = "digits"
     tasks: int = Field(5, ge=1, description="increments after the base task; all tasks if base_classes is 0")
     base_classes: int = Field(50, ge=0)
+    task_sizes: Ints | None = Field(None, description="classes of each task, instead of base_classes and tasks")
     seed: int = Field(0, ge=0, description="training seed")
     order_seed: int | None = Field(1993, ge=0, description="seed of the class order; null: the data set's order")
     class_order: Ints | None = Field(None, description="an explicit class order, instead of order_seed")
@@ -110,6 +137,7 @@ class RunConfig(BaseModel):
         optional = {
             "last_batch": "drop",
             "sync_batchnorm": True,
+            "task_sizes": None,
             "class_list": None,
             "placement": None,
             "held_out": None,
@@ -136,16 +164,21 @@ def validate(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
             if RENAMED_SETTINGS.get(key) in known:
                 raise ConfigError(f"the setting {prefix}{key} is now called {prefix}{RENAMED_SETTINGS[key]}.")
             raise ConfigError(
-                f"unknown setting {prefix}{key!s}.{nearest(key, known)} Known settings"
+                f"unknown setting {prefix}{str(key)[:80]}.{nearest(key, known)} Known settings"
                 f"{' of ' + where if where else ''}: {', '.join(sorted(known))}."
             )
     try:
         return kind(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        given = first.get("input")
-        raise ConfigError(f"setting {prefix}{key} = {given!r} is not possible: {first['msg']}.") from None
+        key, given, problem = first_problem(error)
+        raise ConfigError(f"setting {prefix}{key} = {shorten(given)} is not possible: {problem}.") from None
+
+
+def first_problem(error: ValidationError) -> tuple[str, Any, str]:
+    """The key of the first invalid value, the value, and what was expected of it."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    return key, first.get("input"), first["msg"].removeprefix("Value error, ")
 
 
 def upgrade_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,24 +190,72 @@ def upgrade_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class YamlLoader(yaml.SafeLoader):
+    """YAML with the numbers of JSON. 1e-3 is a number, which YAML 1.1 reads as text; dates and numbers to the bases of
+    2, 8, 16 and 60 are text."""
+
+
+_NUMBERS = {
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.(inf|Inf|INF))|\.(nan|NaN)",
+}
+YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":timestamp", ":int", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _pattern in _NUMBERS.items():
+    YamlLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^({_pattern})$"), list("-+.0123456789"))
+YamlLoader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(cast(Any, node))))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text, of bounded size. `where` begins the message of a `ConfigError`."""
+    try:
+        value = yaml.load(text, YamlLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where} is not valid YAML: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # of the loader, for a tag with another value
+        raise ConfigError(f"{where} is not valid YAML: a value does not have the type of its tag ({error}).") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is nested too deeply: expected at most {MAX_DEPTH} levels.") from None
+    count, pending = 0, [(value, 0)]
+    while pending:
+        each, depth = pending.pop()
+        count += 1
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{where} is nested too deeply: expected at most {MAX_DEPTH} levels.")
+        if count > MAX_VALUES:
+            raise ConfigError(f"{where} has more than {MAX_VALUES} values, aliases included.")
+        if isinstance(each, Mapping):
+            pending += [(part, depth + 1) for pair in each.items() for part in pair]
+        elif isinstance(each, list | tuple | set):
+            pending += [(part, depth + 1) for part in each]
+    return value
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a YAML file; ConfigError if there is none, or if it cannot be read."""
+    try:
+        return parse_yaml(read_text(path, ConfigError, MAX_YAML), str(path))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}.") from None
+
+
 def assign(tree: dict[str, Any], setting: str) -> None:
     """Apply one `a.b=value` from the command line; the value is read as YAML."""
     path, separator, text = setting.partition("=")
     parts = [part.strip() for part in path.split(".")]
     if not separator or not all(parts):
-        raise ConfigError(f"--set takes key=value, such as ivt.interval=5; given was {setting!r}.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the value of --set {setting!r} is not valid YAML: {error}") from None
-    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
+        raise ConfigError(f"--set takes key=value, such as ivt.interval=5; given was {shorten(setting)}.")
+    value = parse_yaml(text, f"the value of --set {shorten(setting)}")
+    if isinstance(value, str):  # 1e999, nan: refused as numbers, not as text
         with contextlib.suppress(ValueError):
             value = float(value)
     branch = tree
     for part in parts[:-1]:
         branch = branch.setdefault(part, {})
         if not isinstance(branch, dict):
-            raise ConfigError(f"--set {setting!r}: {part} is a single value and has no settings of its own.")
+            raise ConfigError(f"--set {shorten(setting)}: {part} is a single value and has no settings of its own.")
     branch[parts[-1]] = value
 
 

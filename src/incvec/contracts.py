@@ -306,6 +306,13 @@ class Method(nn.Module):
             self.teacher.eval()
         return self
 
+    def memory(self) -> Mapping[str, int]:
+        """The least number of bytes that an option makes the largest tensor take, by option.
+
+        A run whose options do not fit into the device's memory is refused before it trains.
+        """
+        return {}
+
     # Hooks, in the order in which they are called -------------------------------------------------------
 
     def grow(self, task: Task) -> None:
@@ -400,6 +407,10 @@ class AddOn:
     def notice(self) -> str | None:
         """A warning about options that are valid but probably not intended, shown before training."""
         return None
+
+    def memory(self) -> Mapping[str, int]:
+        """As `Method.memory`."""
+        return {}
 
     # Hooks, in the order in which they are called -------------------------------------------------------
 

@@ -7,6 +7,7 @@ shape, a missing generator) are `ValueError` or `TypeError`, with a traceback.
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -39,6 +40,30 @@ class DeviceMemoryError(TrainingError):
     """The device's memory is full. With fewer runs at once it may suffice."""
 
 
+REPORT_AT = "This is a bug in incvec: please open an issue in its repository, with the command and the lines above."
+
+
+def user_message(error: BaseException) -> str | None:
+    """What the command line prints instead of a traceback; None if the error is not one that a user can fix.
+
+    The only place that decides this. An error of the operating system has a number and concerns the user's files; an
+    `OSError` without one comes from a library.
+    """
+    if isinstance(error, IncvecError):
+        return str(error)
+    cause: BaseException | None = error
+    while cause is not None:  # a library that cleans up after a failed write may fail again
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = f"{cause.filename}: " if cause.filename else ""
+            return f"{place}{cause.strerror}. Free some space, then run the same command again."
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, MemoryError):
+        return "the memory of this machine is full. Close other programs, or use smaller settings or images."
+    if isinstance(error, OSError) and error.errno not in (None, errno.EPIPE):
+        return f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
+    return None
+
+
 def no_root(name: str, what: str) -> DataError:
     """The error for a data set that needs a root folder."""
     return DataError(f"{name} needs a data root: {what}. Give it with --data-root DIR or the variable INCVEC_DATA.")
@@ -51,11 +76,17 @@ def check_out(out: Path, what: str, option: str = "--out") -> None:
             raise ConfigError(f"{path} is a file; {what} needs a folder. Give another one with {option}.")
 
 
+def shorten(value: object, length: int = 80) -> str:
+    """`repr(value)`, its middle left out if it is long: for messages about something given."""
+    text = repr(value)
+    return text if len(text) <= length else f"{text[: length // 2]}...{text[-length // 4 :]}"
+
+
 def nearest(name: object, choices: Iterable[str]) -> str:
     """The end of an error message, `" Did you mean 'podnet'?"`, or "" if no choice is similar.
 
     `name` may be a number or a date, if a file has one in place of a name.
     """
     by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
+    close = difflib.get_close_matches(str(name)[:100].lower(), by_lower, n=1)
     return f" Did you mean '{by_lower[close[0]]}'?" if close else ""

@@ -3,28 +3,136 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from incvec.config import upgrade_settings
-from incvec.errors import DataError
+from incvec.config import MAX_DEPTH, MAX_TEXT, first_problem, upgrade_settings
+from incvec.errors import DataError, shorten
 from incvec.metrics import summarize
+from incvec.text_files import read_text
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
 
 FORMAT = 2  # 1 had "facts" for "statistics" and British names of settings
 READABLE_FORMATS = (1, FORMAT)
-REQUIRED: dict[str, type] = {
-    "method": str, "addons": list, "dataset": str, "tasks": int, "oracle": bool, "seed": int, "accuracy": list,
-    "test_counts": list, "metrics": dict,
-}  # fmt: skip
-OPTIONAL: dict[str, type] = {"config": dict, "base": dict}  # not in the first records
 TOLERANCE = 1e-6  # between a record's metrics and those computed from its accuracy matrix
+
+
+# The schema of a record ---------------------------------------------------------------------------------------
+
+
+def _printable(text: str) -> str:
+    if not text.replace("\n", " ").isprintable():
+        raise ValueError("expected printable characters")
+    return text
+
+
+def _settings(value: Any, where: tuple[str, ...] = ()) -> Any:
+    """A recorded configuration, checked value by value."""
+    if len(where) > MAX_DEPTH:
+        raise ValueError(f"expected at most {MAX_DEPTH} levels")
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        place = (*where, str(key))
+        if isinstance(each, dict | list):
+            _settings(each, place)
+        elif isinstance(each, float) and not math.isfinite(each):
+            raise ValueError(f"{'.'.join(place)} is {each}, expected a finite number")
+        for text in (key, each):
+            if isinstance(text, str) and (len(text) > MAX_TEXT or not text.isprintable()):
+                raise ValueError(f"expected up to {MAX_TEXT} printable characters in {shorten('.'.join(place))}")
+    return value
+
+
+Text = Annotated[str, Field(max_length=MAX_TEXT), AfterValidator(_printable)]
+Name = Annotated[Text, Field(min_length=1, max_length=200)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Percent = Annotated[float, Field(ge=-1e-6, le=100 + 1e-6)]
+Seconds = Annotated[float, Field(ge=0)]
+
+
+class _Part(BaseModel):
+    """A mapping in a record. Keys that are not listed may be anything, and nothing reads them."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+class Metrics(_Part):
+    AA: Percent
+    LA: Percent
+    FM: float | None = None  # none after a single task
+    a: list[Percent] | None = None  # the first records had none
+
+
+class Environment(_Part):
+    versions: dict[Text, Text] | None = None
+    device: Text | None = None
+    commit: Text | None = None
+
+
+class Engine(_Part):
+    kind: Text | None = None
+    precision: Text | None = None
+    notices: list[Text] = []
+    ranks: list[Count] = []
+
+
+class Record(_Part):
+    """What every command may rely on once `read_record` has returned. The first records lack what has a default."""
+
+    method: Name
+    addons: list[Name]
+    dataset: Name
+    tasks: Count
+    oracle: bool
+    seed: Count
+    accuracy: Annotated[list[list[Percent]], Field(min_length=1)]
+    test_counts: list[Count]
+    metrics: Metrics
+    order_seed: Count | None = None
+    class_order: list[Count] | None = None
+    config: Annotated[dict[str, Any], AfterValidator(_settings)] = {}
+    base: dict[Text, Any] = {}
+    seconds: Seconds | None = None
+    task_seconds: list[Seconds] | None = None
+    losses: list[Any] | None = None
+    statistics: list[Any] | None = None
+    engine: Engine | None = None
+    environment: Environment | None = None
+    data_fingerprint: Text | None = None
+
+    @model_validator(mode="after")
+    def consistent(self) -> Record:
+        """The configuration has what the record is named by, and a mapping for each method and add-on."""
+        config = self.config
+        for key in ("method", "addons", "dataset", "tasks", "oracle", "seed"):
+            if type(config.get(key, getattr(self, key))) is not type(getattr(self, key)):
+                raise ValueError(
+                    f"config.{key} is {shorten(config[key])}, expected a value such as {getattr(self, key)}"
+                )
+        if not all(isinstance(name, str) for name in config.get("addons", ())):
+            raise ValueError(f"config.addons is {shorten(config['addons'])}, expected a list of names")
+        for section in (self.method, *self.addons):
+            if not isinstance(config.get(section, {}), dict):
+                raise ValueError(f"config.{section} is {shorten(config[section])}, expected a mapping of settings")
+        return self
+
+
+REQUIRED = [name for name, field in Record.model_fields.items() if field.is_required()]
+
+
+# What a record says about its run -----------------------------------------------------------------------------
 
 
 def commit() -> str | None:
@@ -51,6 +159,8 @@ def _git(*arguments: str) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device and commit."""
+    import torch
+
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("incvec", "torchvision", "numpy", "transformers", "triton"):
         try:
@@ -81,10 +191,10 @@ def read_record(path: Path, strict: bool = False) -> dict[str, Any]:
     if path.is_dir():
         path = path / "record.json"
     try:
-        record: dict[str, Any] = json.loads(path.read_text())
+        record: dict[str, Any] = json.loads(read_text(path), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise DataError(f"there is no record at {path}: the run has not finished, or is elsewhere.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not a record: {error}.") from None
     if not isinstance(record, dict):
         raise DataError(f"{path} is not a record: it contains a {type(record).__name__}, a mapping was expected.")
@@ -92,28 +202,29 @@ def read_record(path: Path, strict: bool = False) -> dict[str, Any]:
     # A later format may lack some keys. A file without any of them is something else that has a format.
     if len(missing) < len(REQUIRED) and record.get("format", 1) not in READABLE_FORMATS:
         raise DataError(
-            f"{path} is a record of format {record['format']!r}, this version of incvec reads up to {FORMAT}: use the "
-            "version that wrote it, or a newer one."
+            f"{path} is a record of format {shorten(record['format'])}, this version of incvec reads up to {FORMAT}: "
+            "use the version that wrote it, or a newer one."
         )
     if missing:
         raise DataError(f"{path} is not a record: it lacks {', '.join(missing)}.")
-    for key, kind in (REQUIRED | OPTIONAL).items():
-        if key in record and not isinstance(record[key], kind):
-            given = type(record[key]).__name__
-            raise DataError(f"{path} is not a record: {key} is a {given}, a {kind.__name__} was expected.")
-    for name in ("AA", "LA", "FM"):
-        value = record["metrics"].get(name)
-        if value is None and name == "FM":  # a single task has no FM
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise DataError(f"{path} is not a record: its metrics have {value!r} for {name}, a number was expected.")
+    try:
+        Record.model_validate(record)
+    except ValidationError as error:
+        key, given, problem = first_problem(error)
+        found = f"{key} is {shorten(given)}: " if key else ""
+        raise DataError(f"{path} is not a record: {found}{problem}.") from None
     if strict:
         check_consistent(record, path)
     return upgrade_record(record)
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"it contains {name}, which is not a number")
+
+
 def check_consistent(record: Mapping[str, Any], path: Path) -> None:
     missing = [key for key in ("config", "environment") if not isinstance(record.get(key), Mapping)]
+    missing += [f"config.{key}" for key in ("method", "addons", "dataset") if key not in record.get("config", {})]
     if missing:
         raise DataError(f"{path} lacks {' and '.join(missing)}, so how it was run is unknown. Run it again.")
     try:
@@ -183,8 +294,8 @@ def _meant_as_record(file: Path) -> bool:
     if file.name == "record.json":
         return True
     try:
-        content = json.loads(file.read_text())
-    except (ValueError, OSError):
+        content = json.loads(read_text(file))
+    except (ValueError, RecursionError, OSError, DataError):
         return True
     return isinstance(content, dict) and sum(key in content for key in REQUIRED) > len(REQUIRED) // 2
 
@@ -193,3 +304,57 @@ def title(record: Mapping[str, Any]) -> str:
     """`podnet + ivt`, `podnet oracle`."""
     text = " + ".join([record["method"], *record["addons"]])
     return f"{text} oracle" if record["oracle"] else text
+
+
+class Records(list[dict[str, Any]]):
+    """Records in a list; `paths` has the file of each."""
+
+    def __init__(self, records: Iterable[dict[str, Any]], paths: Iterable[Path]) -> None:
+        super().__init__(records)
+        self.paths = list(paths)
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas DataFrame with one row per record.
+
+        Its columns: `run`, `method`, `addons`, `oracle`, `dataset`, `tasks`, `seed`, `AA`, `LA`, `FM`, `seconds` and
+        `path`; then every setting by its dotted name, such as `podnet.epochs`. The list has the accuracy matrix and
+        the losses.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("records(...).frame() needs pandas: pip install pandas") from error
+        rows = []
+        for record, path in zip(self, self.paths, strict=True):
+            row = {"run": title(record), "method": record["method"], "addons": " + ".join(record["addons"])}
+            row |= {key: record[key] for key in ("oracle", "dataset", "tasks", "seed")}
+            row |= {name: record["metrics"].get(name) for name in ("AA", "LA", "FM")}
+            row |= {"seconds": record.get("seconds"), "path": str(path)}
+            for key, value in record.get("config", {}).items():
+                section = {f"{key}.{name}": each for name, each in value.items()} if isinstance(value, dict) else None
+                row = {**({key: value} if section is None else section), **row}
+            rows.append(row)
+        known = ["run", "method", "addons", "oracle", "dataset", "tasks", "seed", "AA", "LA", "FM", "seconds", "path"]
+        frame = pandas.DataFrame(rows)
+        return frame[[*known, *(column for column in frame.columns if column not in known)]]
+
+
+def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record of a run: of its folder, or of a record file."""
+    return read_record(Path(path).expanduser())
+
+
+def records(*paths: str | os.PathLike[str]) -> Records:
+    """All records at or below the given folders or files, by default `runs`; a broken record is an error."""
+    files = readable([Path(path).expanduser() for path in paths or ("runs",)])
+    return Records((read_record(file) for file in files), files)
+
+
+class _CallableModule(ModuleType):
+    """`incvec.records` is this module once it is imported, and a function of `incvec`: so it can be called, too."""
+
+    def __call__(self, *paths: str | os.PathLike[str]) -> Records:
+        return records(*paths)
+
+
+sys.modules[__name__].__class__ = _CallableModule

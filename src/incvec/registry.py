@@ -27,8 +27,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar
 
-from incvec.contracts import AddOn, Method
-from incvec.errors import ConfigError, IncvecError, nearest
+from incvec.errors import ConfigError, IncvecError, nearest, shorten
 
 T = TypeVar("T")
 Kind = TypeVar("Kind", bound=type)
@@ -106,12 +105,12 @@ DATASETS: Registry[Any] = Registry("data set", "incvec.datasets")
 PRESETS: Registry[Any] = Registry("preset", "incvec.presets")  # a package of YAML files, or component -> preset
 
 
-def find_class(registry: Registry[str], name: str, base: Kind) -> Kind:
+def find_class(registry: Registry[str], name: str) -> Any:
     """The class of that name, imported."""
     kind = registry.kind
     if name not in registry:
         known = f"{nearest(name, registry)} {kind.capitalize()}s: {', '.join(registry)}."
-        raise ConfigError(f"unknown {kind} {name!r}.{known}")
+        raise ConfigError(f"unknown {kind} {shorten(name)}.{known}")
     module, _, attribute = registry[name].partition(":")
     try:
         found: Any = getattr(import_module(module), attribute)
@@ -119,13 +118,16 @@ def find_class(registry: Registry[str], name: str, base: Kind) -> Kind:
         if name in registry.builtins:
             raise
         raise ConfigError(f"the {kind} {name!r} cannot be imported from {registry[name]!r}: {error}.") from error
-    _check_class(found, base, kind)
+    _check_class(found, registry)
     if found.name != name:
         raise ConfigError(f"the {kind} {name!r} is a class with the name {found.name!r}: use one name for both.")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
-def _check_class(cls: Any, base: type, kind: str) -> None:
+def _check_class(cls: Any, registry: Registry[str]) -> None:
+    from incvec.contracts import AddOn, Method  # torch is imported when the first class is
+
+    base, kind = (Method if registry is METHODS else AddOn), registry.kind
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ConfigError(f"{cls!r} is not a {kind}: expected a subclass of incvec.contracts.{base.__name__}.")
     for attribute in ("name", "summary", "paper", "Options"):
@@ -133,8 +135,8 @@ def _check_class(cls: Any, base: type, kind: str) -> None:
             raise ConfigError(f"the {kind} class {cls.__name__} has no `{attribute}`: set it as a class attribute.")
 
 
-def _register(registry: Registry[str], base: type, cls: Any, preset: Preset | None) -> None:
-    _check_class(cls, base, registry.kind)
+def _register(registry: Registry[str], cls: Any, preset: Preset | None) -> None:
+    _check_class(cls, registry)
     registry.add(cls.name, f"{cls.__module__}:{cls.__qualname__}")
     if preset is not None:
         PRESETS.add(cls.name, {cls.name: preset})
@@ -142,13 +144,13 @@ def _register(registry: Registry[str], base: type, cls: Any, preset: Preset | No
 
 def register_method(cls: Kind, preset: Preset | None = None) -> Kind:
     """Make a `Method` subclass available as `--method NAME`; usable as a decorator."""
-    _register(METHODS, Method, cls, preset)
+    _register(METHODS, cls, preset)
     return cls
 
 
 def register_addon(cls: Kind, preset: Preset | None = None) -> Kind:
     """Make an `AddOn` subclass available as `--addon NAME`; usable as a decorator."""
-    _register(ADDONS, AddOn, cls, preset)
+    _register(ADDONS, cls, preset)
     return cls
 
 

@@ -163,3 +163,12 @@ def test_filters(program: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
         program("filters").main([str(tmp_path / "bases")])
     with pytest.raises(SystemExit, match="same folder name"):
         program("filters").main([str(tmp_path / "run"), str(tmp_path / "other" / "run")])
+
+
+@pytest.mark.slow
+def test_startup(program: Any, tmp_path: Path) -> None:
+    """Starts each command in a fresh interpreter, so it is slow; tests/test_declarations.py does it in one."""
+    content = run_small(program("startup"), tmp_path / "s.json")
+    rows = {row["command"]: row for row in content["rows"]}
+    assert {"python -c pass", "import torch", "incvec --help", "incvec list", "incvec show"} <= rows.keys()
+    assert all(row["share_of_torch"] < 0.5 for name, row in rows.items() if name.startswith("incvec"))

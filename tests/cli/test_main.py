@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -16,7 +20,7 @@ from typer.testing import CliRunner
 
 import incvec
 import incvec.__main__
-from incvec.cli.main import app
+from incvec.cli.main import COMMANDS, app
 from tests.cli.conftest import PODNET, invoke, message
 
 
@@ -54,8 +58,37 @@ def test_former_module_name_is_refused_with_the_new_one() -> None:
 
 
 def test_lab_is_an_alias_of_study() -> None:
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    assert list(commands["lab"].commands) == list(commands["study"].commands)
+    group: Any = get_command(app)
+    assert list(group.load("lab").commands) == list(group.load("study").commands)
+
+
+def test_summaries_of_commands_are_those_of_their_help() -> None:
+    """Commands are imported when they are used, so `incvec --help` has their summaries from a table."""
+    group: Any = get_command(app)
+    for name, command in COMMANDS.items():
+        if not command.hidden:
+            assert group.load(name).help.split("\n\n")[0] == command.summary, name
+    assert group.load("runs") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected", "absent"),
+    [
+        ("incvec s", {"sweep", "show", "study"}, "lab"),
+        ("incvec run --method po", {"podnet"}, "icarl"),
+        ("incvec run --method podnet --addon ", {"ivt", "eopc"}, "podnet"),
+        ("incvec run --dataset fo", {"folder"}, "digits"),
+        ("incvec run --ba", {"--batch-size", "--base-classes"}, "--method"),
+        ("incvec sweep dig", {"digits"}, "memory"),
+        ("incvec list presets ivt-dig", {"ivt-digits"}, "ivt-cifar100"),
+    ],
+)
+def test_shell_completion(words: str, expected: set[str], absent: str) -> None:
+    environment = {"_INCVEC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner(env=environment).invoke(app, [], prog_name="incvec")
+    found = set(result.stdout.split())
+    assert expected <= found
+    assert absent not in found
 
 
 @pytest.mark.parametrize(
@@ -86,11 +119,13 @@ def test_missing_package_names_the_install_command(
             return "1.0"
         raise metadata.PackageNotFoundError(name)
 
+    handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.delitem(sys.modules, "incvec.cli.main")
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit) as exit_:
         incvec.__main__.main()
+    signal.signal(signal.SIGINT, handler)
     assert exit_.value.code == 2
     printed = capsys.readouterr().err
     assert "needs typer" in printed
@@ -129,3 +164,63 @@ def test_module_stops_on_ctrl_c_with_a_checkpoint(tmp_path: Path) -> None:
     assert errors.strip() == "Interrupted. Run the same command again to resume."
     assert (tmp_path / "run" / "checkpoint.safetensors").exists()
     assert not (tmp_path / "run" / "record.json").exists()
+
+
+def exit_code(work: Callable[[], object]) -> int:
+    """The exit code of a forked process that does this work."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_second_ctrl_c_ends_the_process_at_once() -> None:
+    def work() -> None:
+        signal.signal(signal.SIGINT, incvec.__main__.interrupt)
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+
+    assert exit_code(work) == 130
+
+
+def test_ctrl_c_within_an_import_ends_the_process_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may swallow the exception, or turn it into an ImportError."""
+    (tmp_path / "interrupted.py").write_text(
+        "from signal import *\ntry:\n    raise_signal(SIGINT)\nexcept KeyboardInterrupt:\n    raise ImportError\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, incvec.__main__.interrupt)
+        importlib.import_module("interrupted")
+
+    assert exit_code(work) == 130
+
+
+def test_internal_error_keeps_its_traceback_and_says_where_to_report_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("incvec.cli.run.train", fail)
+    result = invoke(*PODNET, "--out", tmp_path / "run")
+    assert isinstance(result.exception, KeyError)
+    assert "please open an issue" in "".join(traceback.format_exception(result.exception))
+
+
+def test_usage_error_is_not_a_bug() -> None:
+    result = invoke("run", "--no-such-option")
+    assert result.exit_code == 2
+    assert "please open an issue" not in result.output
+
+
+def test_name_that_is_not_text_is_printed(tmp_path: Path) -> None:
+    result = invoke("show", tmp_path / "caf\udce9")
+    assert result.exit_code == 1
+    assert "caf\\udce9 does not exist" in message(result)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from incvec.cli.progress import LiveDisplay, LogDisplay, follow
+from incvec.cli import progress
+from incvec.cli.progress import LiveDisplay, LogDisplay, RunStatus, TotalEstimate, follow, follow_sweep
 from incvec.engine import events as ev
 
 
@@ -92,3 +93,45 @@ def test_interrupted_run_is_closed_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         follow(events(), Console(file=io.StringIO()))
     assert closed == [True]
+
+
+def test_sweep_has_an_estimate_for_each_run_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs, one of them finished before: after 20 s the first has done half of what it had left."""
+    clock = iter(range(0, 10_000, 5))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(progress, "SWEEP_INTERVAL", 0.0)
+
+    def epoch(fraction: float) -> ev.EpochEnded:
+        return ev.EpochEnded(0, "main", 1, 2, {"ce": 1.0}, fraction, 33.0)
+
+    record = {"metrics": {"AA": 1.0, "LA": 2.0, "FM": None}}
+    events: list[tuple[int, ev.Event]] = [
+        (0, ev.Finished(record, "record.json", already=True)),
+        (1, ev.Notice("ivt changes nothing in this run", warning=True)),
+        (1, ev.Notice("base task loaded")),
+        (1, epoch(0.2)),  # resumed: 0.2 was done before
+        (1, epoch(0.6)),
+    ]
+    text = io.StringIO()
+    follow_sweep(["a", "b", "c"], events, "three", Console(file=text, width=200))
+    lines = text.getvalue().splitlines()
+    assert "b: ivt changes nothing in this run" in lines
+    assert not any("base task loaded" in line for line in lines if line.startswith("b:"))
+    estimates = [line for line in lines if "left in all" in line]
+    assert len(estimates) == 1  # only after some work was measured
+    # 0.4 of a run took 35 s by this clock, 0.4 of b and the whole of c are left: 1.4 / 0.4 * 35 s.
+    found = re.fullmatch(
+        r"1/3 finished; about 2 min (\d\d) s left in all; b task 1 main 1/2 60 %, 33 s left", estimates[0]
+    )
+    assert found is not None, estimates[0]
+
+
+def test_failed_runs_do_not_count_as_work_that_is_left() -> None:
+    runs = [
+        RunStatus("a", "training", fraction=0.5),
+        RunStatus("b", "failed"),
+        RunStatus("c", "finished", fraction=1.0),
+    ]
+    estimate = TotalEstimate(runs)
+    estimate.began -= 15.0
+    assert estimate.text() == "about 5 s left in all"

@@ -16,8 +16,8 @@ import pytest
 import torch
 from typer.testing import Result
 
-from incvec.cli import run as run_command
 from incvec.engine import events as ev
+from incvec.engine import launch
 from incvec.engine.run import Run
 from incvec.presets import resolve, run_name
 from tests.cli.conftest import PODNET, invoke, message
@@ -79,7 +79,7 @@ def test_finished_run_is_reported_without_loading_data(finished: Finished, monke
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("data was loaded for a finished run")
 
-    monkeypatch.setattr(run_command, "load_dataset", forbidden)
+    monkeypatch.setattr(launch, "load_dataset", forbidden)
     result = invoke(*command)
     assert result.exit_code == 0
     assert "already finished" in result.stdout
@@ -133,7 +133,7 @@ def test_interrupted_run_resumes(finished: Finished, tmp_path: Path, monkeypatch
     out, _, command = finished
     mine = [*command[:-1], str(tmp_path / "run"), "--no-share"]
     with monkeypatch.context() as patch:
-        patch.setattr(run_command, "Run", Interrupted)
+        patch.setattr(launch, "Run", Interrupted)
         result = invoke(*mine)
     assert result.exit_code == 130
     assert "Interrupted. Run the same command again to resume." in message(result)
@@ -158,22 +158,115 @@ def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     result = invoke("run", "--method", "finetune", "--set", "finetune.net=tiny", "--set", "finetune.epochs=1")
     assert result.exit_code == 0, result.output
     (folder,) = (f for f in Path("runs").iterdir() if f.name != "bases")
-    assert re.fullmatch(r"digits-finetune-3-s0-[0-9a-f]{8}", folder.name)
+    assert folder.name == "digits-finetune-3-s0-net-tiny-epochs1"
     assert (folder / "record.json").exists()
     assert list(Path("runs/bases").glob("*.safetensors"))
 
 
-def test_run_names() -> None:
-    def name(**given: Any) -> str:
-        return run_name(resolve({"method": "podnet", **given}))
+def name(**given: Any) -> str:
+    return run_name(resolve({"method": "podnet", **given}))
 
-    assert name() == "digits-podnet-3-s0"
-    assert name(dataset="cifar100", addons=["ivt"], tasks=10, seed=2) == "cifar100-podnet+ivt-10-s2"
-    assert name(dataset="cifar100", oracle=True) == "cifar100-podnet-oracle-5-s0"
-    assert name(podnet={"memory": 5}) == "digits-podnet-3-s0"  # the preset's value
-    changed = {name(podnet={"memory": 4}), name(podnet={"memory": 6}), name(device="cpu"), name(order_seed=7)}
-    assert len(changed) == 4
-    assert all(re.fullmatch(r"digits-podnet-3-s0-[0-9a-f]{8}", each) for each in changed)
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "digits-podnet-3-s0"),
+        ({"dataset": "cifar100", "addons": ["ivt"], "tasks": 10, "seed": 2}, "cifar100-podnet+ivt-10-s2"),
+        ({"dataset": "cifar100", "oracle": True}, "cifar100-podnet-oracle-5-s0"),
+        ({"podnet": {"memory": 5}}, "digits-podnet-3-s0"),  # the preset's value
+        ({"podnet": {"memory": 4}}, "digits-podnet-3-s0-memory4"),
+        ({"podnet": {"lr": 0.025}, "device": "cpu"}, "digits-podnet-3-s0-device-cpu-lr0.025"),
+        ({"addons": ["ivt"], "ivt": {"interval": 2}}, "digits-podnet+ivt-3-s0-interval2"),
+        ({"addons": ["ivt"], "ivt": {"memory": "host"}}, "digits-podnet+ivt-3-s0-ivt.memory-host"),
+        ({"dataset": "imagenet-subset", "variant": "authors"}, "imagenet-subset-podnet-5-s0-authors"),
+        ({"snapshots": False, "order_seed": None}, "digits-podnet-3-s0-order_seed-none-no-snapshots"),
+        ({"podnet": {"milestones": [3, 4]}}, "digits-podnet-3-s0-milestones-3-4"),
+    ],
+)  # fmt: skip
+def test_run_names_say_what_differs(given: dict[str, Any], expected: str) -> None:
+    assert name(**given) == expected
+
+
+def test_run_names_are_different_short_and_valid_file_names() -> None:
+    given: list[dict[str, Any]] = [
+        {"start": "../../a b"}, {"start": "../../a-b"}, {"start": "/" + 300 * "x"}, {"start": "/" + 301 * "x"},
+        *({"class_order": [seed, *(c for c in range(10) if c != seed)]} for seed in range(3)),
+        *({"podnet": {"lr": 0.1 + n, "margin": 0.3, "clamp": 2.0, "lambda_flat": 7.0, "lambda_spatial": 9.5,
+                      "gamma": 0.5, "weight_decay": 1e-3, "brightness": 0.25, "nca": "paper"}} for n in (1e-9, 2e-9)),
+    ]  # fmt: skip
+    names = [name(**each) for each in given]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9._+-]{1,160}", each) for each in names), names
+
+
+def test_dry_run_prints_every_setting_with_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("seed: 3\npodnet: {proxies: 4, lr: 9}\nivt: {interval: 7}\n")
+    command = ["run", "--method", "podnet", "--addon", "ivt", "--config", "mine.yaml", "--epochs", "6"]
+    command += ["--set", "podnet.lr=0.5", "--set", "method.momentum=0.25", "--base-classes", "6", "--tasks", "2"]
+    result = invoke(*command, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert not Path("runs").exists()
+    lines = {line.split(":")[0].strip(): line.split(" # ")[1] for line in result.stdout.splitlines() if ": " in line}
+    expected = {
+        "method": "--method", "addons": "--addon", "dataset": "default", "seed": "file mine.yaml", "tasks": "--tasks",
+        "base_classes": "--base-classes", "epochs": "--epochs", "lr": "--set", "momentum": "--set",
+        "proxies": "file mine.yaml", "interval": "file mine.yaml", "net": "preset podnet-digits", "margin": "default",
+        "last": "preset ivt+podnet", "order_seed": "default",
+    }  # fmt: skip
+    assert {key: lines[key] for key in expected} == expected
+    # What is printed is a configuration file for the same run.
+    Path("printed.yaml").write_text(result.stdout)
+    again = invoke("run", "--config", "printed.yaml", "--dry-run").stdout.splitlines()
+    assert again[0] == result.stdout.splitlines()[0] == (
+        "# runs/digits-podnet+ivt-2-s3-base_classes6-epochs6-lr0.5-momentum0.25-proxies4-interval7 (to do)"
+    )  # fmt: skip
+    values = [line.partition(" #")[0] for line in again]
+    assert values == [line.partition(" #")[0] for line in result.stdout.splitlines()]
+    assert {line.partition(" # ")[2] for line in again[1:] if " # " in line} == {"file printed.yaml"}
+    assert "tasks: 3                                     # preset of digits" in invoke(*command[:3], "--dry-run").stdout
+
+
+def test_several_seeds_are_one_run_each_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = ["--set", "podnet.net=tiny", "--epochs", "1", "--memory", "2", "--batch-size", "64", "--lr", "0.1"]
+    command = ["run", "--method", "podnet", *short, "--set", "stop_after=2", "--out", str(tmp_path)]
+    result = invoke(*command, "--seeds", "0-1", "--log", "csv")
+    assert result.exit_code == 0, result.output
+    records = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*/record.json"))]
+    assert [record["seed"] for record in records] == [0, 1]
+    own = records[0]["config"]["podnet"]
+    assert (own["epochs"], own["memory"], own["batch_size"], own["lr"]) == (1, 2, 64, 0.1)
+    first, second = (record["metrics"]["LA"] for record in records)
+    spread = f"{(first + second) / 2:.1f} ± {abs(first - second) / 2**0.5:.1f}"
+    assert spread in result.stdout
+    assert len(list(tmp_path.glob("*/csv/losses.csv"))) == 2
+    again = invoke(*command, "--seeds", "1,0")
+    assert again.stdout.count("already finished") == 2
+    assert spread in again.stdout
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "with torchrun, give a single --seed" in message(invoke(*command, "--seeds", "0,1"))
+
+
+def test_a_folder_is_cut_into_a_stream_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = make_root(tmp_path / "images", classes=7, train=5, test=2)
+    command = ["run", "--method", "finetune", "--dataset", "folder", "--data-root", str(root), "--epochs", "1"]
+    command += ["--set", "finetune.net=tiny", "--set", "image_size=8", "--batch-size", "4"]
+    line = "stream: 7 classes: a base task of 4, then 1 task of 3 (change it with --base-classes and --tasks)"
+    dry = invoke(*command, "--dry-run").stdout
+    assert f"# {line}" in dry
+    assert "base_classes: 4                              # the classes of the data root" in dry
+    result = invoke(*command)
+    assert result.exit_code == 0, result.output
+    assert line in result.stdout
+    (record,) = (json.loads(file.read_text()) for file in Path("runs").glob("*/record.json"))
+    assert [len(row) for row in record["accuracy"]] == [1, 2]
+    assert (record["config"]["base_classes"], record["config"]["tasks"]) == (4, 1)
+    assert "a base task of 4, then 3 tasks of 1 (change it with --base-classes)" in invoke(
+        *command, "--tasks", "3", "--dry-run"
+    ).stdout  # fmt: skip
+    assert "stream:" not in invoke(*command, "--tasks", "2", "--base-classes", "1", "--dry-run").stdout
 
 
 @pytest.mark.parametrize(
@@ -202,7 +295,7 @@ def test_run_names() -> None:
         (["--method", "podnet", "--variant", "autors"], "podnet has no variant 'autors'"),
         (["--method", "podnet", "--engine", "grph"], "engine = 'grph' is not possible"),
         (["--method", "podnet", "--device", "gpu"], "device 'gpu' is not known"),
-        (["--method", "podnet", "--device", "mps"], "device 'mps' is not known"),
+        (["--method", "podnet", "--device", "mps"], "'mps' is not supported: incvec was never run on Apple's GPUs"),
         (["--method", "podnet", "--device", "meta"], "device 'meta' is not known"),
         (["--method", "podnet", "--set", "podnet.lr=1e60"], "the learning rate 1e+60 (stage 'main' of podnet)"),
         (["--method", "podnet", "--tasks", "4"], "cannot be cut into 4 equal tasks"),
@@ -211,9 +304,13 @@ def test_run_names() -> None:
         (["--method", "podnet", "--set", "podnet.memory=1000"], "lower podnet.memory"),
         (["--method", "podnet", "--bases", "x", "--no-share"], "exclude each other"),
         (["--method", "podnet", "--download"], "'digits' is never downloaded"),
-        (["--config", "absent.yaml"], "there is no configuration file absent.yaml"),
+        (["--config", "absent.yaml"], "there is no file absent.yaml"),
         (["--config", "list.yaml"], "contains no settings"),
-        (["--config", "bad.yaml"], "cannot be read as YAML"),
+        (["--method", "podnet", "--epochs", "0"], "podnet.epochs = 0 is not possible"),
+        (["--method", "podnet", "--seeds", "0,one"], "--seeds '0,one' is not possible: expected different"),
+        (["--method", "podnet", "--seeds", "1,1"], "expected different whole numbers, such as 0,1,2 or 0-4"),
+        (["--method", "podnet", "--seed", "1", "--seeds", "1,2"], "--seed and --seeds exclude each other"),
+        (["--config", "bad.yaml"], "bad.yaml is not valid YAML"),
         (["--config", "number.yaml"], "unknown setting podnet.5"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",

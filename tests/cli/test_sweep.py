@@ -128,7 +128,7 @@ def test_invalid_block_is_named_in_the_error(runs: str, message: str, tmp_path: 
 def test_file_that_is_not_a_sweep_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"runs: [{method: finetune}] # caf\xe9")
-    with pytest.raises(ConfigError, match="is not a sweep: 'utf-8' codec"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml cannot be read as text: 'utf-8' codec"):
         plan(str(file))
     for key, message in (("run", "'run'. Did you mean 'runs'"), ("5", "5"), ("seeds", "'seeds'")):
         file.write_text(f"runs: [{{method: finetune}}]\n{key}: [0, 1]")
@@ -190,7 +190,7 @@ def dry_run(name: str, out: Path, *settings: str, only: str | None = None) -> st
 
 def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
     shown = dry_run("digits", tmp_path, "ivt.fisher_loss=own", "ivt.interval=null", only="podnet+ivt")
-    assert "ivt.fisher_loss=own, ivt.interval=null" in shown
+    assert "ivt.interval=null, ivt.fisher_loss=own" in shown
 
 
 def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Path) -> None:
@@ -207,8 +207,31 @@ def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Pat
         dataset = "packed" if key in ("image_size", "class_list", "placement") else "digits"
         file.write_text(f"runs: [{{method: finetune, dataset: {dataset}}}]")
         shown = dry_run(str(file), tmp_path, f"{key}={value}")
-        assert re.match(rf"to do    {dataset}-finetune-\d-s0-[0-9a-f]{{8}}  ", shown), key
+        word = value if key == "variant" else f"(no-)?{key}"
+        assert re.match(rf"to do    {dataset}-finetune-\d-s0-{word}", shown), key
         assert f"{key} {value}" in shown or f" {key}={value}" in shown
+
+
+def test_section_of_an_addon_applies_to_the_runs_that_have_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    block = "method: [podnet, icarl], addons: [[], [ivt]], ivt: {interval: [2, 3]}, podnet: {memory: [4, 6]}"
+    file.write_text(f"runs: [{{{block}}}]")
+    names = [name.removeprefix("digits-") for name, _ in plan(str(file))]
+    podnet = ["podnet-3-s0-memory4", "podnet-3-s0-memory6"]
+    podnet += [f"podnet+ivt-3-s0-podnet.memory{memory}-interval{n}" for n in (2, 3) for memory in (4, 6)]
+    assert sorted(names) == sorted([*podnet, "icarl-3-s0", "icarl+ivt-3-s0-interval2", "icarl+ivt-3-s0-interval3"])
+    file.write_text("runs: [{method: podnet, addons: [[], [ivt]], eopc: {epochs: 1}}]")
+    with pytest.raises(ConfigError, match=r"block 1 of `runs`: unknown setting 'eopc' \(that add-on is not part"):
+        plan(str(file))
+
+
+def test_every_run_with_every_seed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("runs: [{method: [finetune, replay], seed: 9}]")
+    names = [name for name, _ in plan(str(file), seeds="0,4")]
+    assert names == [f"digits-{method}-3-s{seed}" for method in ("finetune", "replay") for seed in (0, 4)]
+    result = invoke("sweep", str(file), "--seeds", "0-2", "--dry-run")
+    assert result.output.count("to do") == 6
 
 
 @pytest.mark.parametrize("name", sweeps())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,3 +123,46 @@ def test_copy_refuses_other_files(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no arrays")
     with pytest.raises(DataError, match="cannot be read as arrays"):
         aircraft.copy(tmp_path / "text.npz", tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("variants.txt", b"\xff\xfe", "cannot be read as text"),
+        ("images_variant_trainval.txt", b"", "has no image of"),
+        ("images_variant_test.txt", b"../../x 707-320\n", "is not the name of a file"),
+        ("images_variant_test.txt", b"a\0b 707-320\n", "is not the name of a file"),
+    ],
+)
+def test_odd_tables_are_refused(name: str, content: bytes, expected: str, root: Path, tmp_path: Path) -> None:
+    folder = root / aircraft.FOLDER / "data"
+    if name == "images_variant_test.txt":
+        content = content.replace(b"707-320", (folder / "variants.txt").read_bytes().splitlines()[0])
+    (folder / name).write_bytes(content)
+    for use in (
+        lambda: load_dataset("aircraft", root),
+        lambda: check(root),
+        lambda: aircraft.copy(root, tmp_path / "c"),
+    ):
+        with pytest.raises(DataError, match=rf"{name}.*{expected}"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("label", lambda array: array[:-1]), ("label", lambda array: array + 1000), ("label", lambda array: array - 5),
+        ("label", lambda array: array.astype(float)), ("label", lambda array: np.asarray(3)),
+        ("is_test", lambda array: array[:-1]), ("is_test", lambda array: array.astype(str)),
+        ("offsets", lambda array: array[:-1]), ("offsets", lambda array: array + 1000),
+        ("offsets", lambda array: array[::-1]), ("offsets", lambda array: array.astype(np.int64) - 5),
+    ],
+)  # fmt: skip
+def test_odd_arrays_are_refused(
+    name: str, change: Callable[[Any], Any], npz: tuple[Path, list[bytes]], tmp_path: Path
+) -> None:
+    with np.load(npz[0]) as file:
+        arrays = {key: file[key] for key in file.files}
+    np.savez(tmp_path / "odd.npz", **{**arrays, name: change(arrays[name])})
+    with pytest.raises(DataError, match=r"odd\.npz: "):
+        aircraft.copy(tmp_path / "odd.npz", tmp_path / "copy")

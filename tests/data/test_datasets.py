@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -154,12 +152,6 @@ def test_inconsistent_data_sets_are_refused(changes: dict[str, Any], message: st
     assert make().image_shape == (3, 2, 2)
     with pytest.raises(DataError, match=message):
         make(**changes)
-
-
-def test_importing_the_package_does_not_import_optional_ones() -> None:
-    code = "import sys, incvec.data; print(sorted({'sklearn', 'torchvision'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_held_out_images_replace_the_test_images() -> None:

@@ -79,3 +79,22 @@ def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pick_device("cuda:1") == torch.device("cuda", 1)
     with pytest.raises(ConfigError, match="'cuda:2' was requested, but the last one is cuda:1"):
         pick_device("cuda:2")
+
+
+@pytest.mark.parametrize(
+    ("method", "addons", "option"),
+    [
+        ("rapf", (), "samples"), ("slca", (), "samples"), ("podnet", (), "proxies"), ("geodl", (), "positions"),
+        ("fcs", (), "mixups"), ("fcs", (), "mixing"), ("podnet", ("eopc",), "positions"),
+    ],
+)  # fmt: skip
+def test_options_that_cannot_fit_into_memory_are_refused_before_training(
+    method: str, addons: tuple[str, ...], option: str, few: Dataset, tmp_path: Path
+) -> None:
+    section = addons[0] if addons else method
+    given = {"method": method, "addons": list(addons), "dataset": "digits", "base_classes": 0, "tasks": 3}
+    given |= {} if method in ("rapf", "slca") else {method: {"net": "tiny", "memory": 5}}
+    given[section] = {**given.get(section, {}), option: 4 * 10**9}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=rf"setting {section}.{option} = 4000000000 needs \d+ GB of memory or more"):
+        finish(make_run(few, tmp_path / "run", given))
+    assert not (tmp_path / "run").exists()

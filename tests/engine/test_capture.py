@@ -58,7 +58,7 @@ def test_layers_do_not_change_if_scale_is_one(few: Dataset, tmp_path: Path, monk
         return {name: p.detach().clone() for name, p in addon.method.model.named_parameters() if "norm" in name}
 
     def before_end_epoch(self: IVTAddOn, *_: object) -> None:
-        for value in self.plugin.cumulative.values():
+        for value in self.plugin.core.cumulative.values():
             value.zero_()
         before.append(norms(self))
 
@@ -106,3 +106,19 @@ def test_memory_of_dropped_graphs_is_released(
     ]
     segment = 2 << 20  # the least memory of a captured step
     assert (reserved[-1] - reserved[1] >= 3 * segment) == grows, reserved  # after the second and the fifth capture
+
+
+@pytest.mark.parametrize("last_batch", ["drop", "keep"])
+def test_own_loss_has_a_captured_step_of_its_own(last_batch: str, few: Dataset, tmp_path: Path) -> None:
+    """Gradients of the method's own terms, in the epochs whose F is used: captured, and close to the eager ones."""
+    seen = {}
+    for engine in ("graph", "eager"):
+        given = {"precision": "fp32", "engine": engine, "last_batch": last_batch}
+        options = {"fisher_loss": "own", "interval": 2, "last": "skip", "snapshot_fisher": True}
+        run = make_run(few, tmp_path / engine, quick("lwf", "ivt", lwf={"epochs": 5}, ivt=options, **given))
+        assert finish(run)["engine"]["notices"] == []
+        seen[engine] = weights(run.snapshot_path(2))
+    for name, tensor in seen["eager"].items():
+        if name.startswith("addon/ivt/cumulative/"):
+            error = (tensor - seen["graph"][name]).norm() / tensor.norm().clamp_min(1e-30)
+            assert error < 0.1, (name, error)

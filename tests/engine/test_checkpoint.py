@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from incvec.atomic_files import read_tensors
+from incvec.atomic_files import read_tensors, write_tensors
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import Run, finish
@@ -124,3 +124,77 @@ def test_weights_that_the_last_step_of_an_epoch_made_infinite_are_not_saved(
         list(events)
     saved = read_tensors(run.checkpoint_path)[0]
     assert all(t.isfinite().all() for t in saved.values() if t.is_floating_point())
+
+
+@pytest.fixture(scope="module")
+def saved(few: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run in its second task."""
+    run = always_saving_run(few, tmp_path_factory.mktemp("saved") / "run", quick("podnet", "ivt"))
+    events = run.events()
+    while run.state is None or run.position < (1, 0, 1):
+        next(events)
+    events.close()
+    return run.checkpoint_path
+
+
+def rewrite(saved: Path, out: Path, **changes: Any) -> Path:
+    """A copy in the folder `out` with another header and right hashes; a value of None removes a key."""
+    tensors, meta = read_tensors(saved)
+    header = {k: v for k, v in (meta | changes).items() if k not in ("format", "hashes") and v is not None}
+    write_tensors(out / "checkpoint.safetensors", tensors, header)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": None}, "config is .*: Field required"),
+        ({"config": 5}, "config is 5: Input should be an object"),
+        ({"kind": "x"}, "kind is 'x': Input should be 'checkpoint', 'base' or 'snapshot'"),
+        ({"position": [1, 0]}, "position.* Field required"),
+        ({"position": [1, 0, -1]}, "position.2 is -1: Input should be greater than or equal to 0"),
+        ({"position": [1, {}, 1]}, "position.1 is {}: Input should be a valid integer"),
+        ({"grown": 0}, r"grown is 0, which does not belong to position \[1, 0, 1\]"),
+        ({"grown": 10**30}, "grown"),
+        ({"fingerprint": 3}, "fingerprint is 3: Input should be a valid string"),
+        ({"code": []}, r"code is \[\]: Input should be a valid string"),
+        ({"class_order": "x"}, "class_order is 'x': Input should be a valid array"),
+        ({"progress": {"correct": 1.5}}, "progress.correct is 1.5: Input should be an object"),
+        ({"progress": {"odd": 1}}, "progress.odd is 1: Unexpected keyword argument"),
+        ({"progress": {"correct": {"cnn": []}}}, "progress.correct does not have a row for each of 1 tasks"),
+    ],
+)
+def test_invalid_header_is_refused_with_file_and_key(
+    change: dict[str, Any], message: str, saved: Path, few: Dataset, tmp_path: Path
+) -> None:
+    out = rewrite(saved, tmp_path, **change)
+    before = (out / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=rf"checkpoint.safetensors has an invalid header: {message}"):
+        finish(make_run(few, out, quick("podnet", "ivt")))
+    assert (out / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_position_behind_the_end_of_the_run_is_refused(saved: Path, few: Dataset, tmp_path: Path) -> None:
+    for position in ([1, 9, 1], [1, 0, 99], [9, 0, 1]):
+        progress = read_tensors(saved)[1]["progress"] | {"correct": {}}
+        rewrite(saved, tmp_path, position=position, grown=position[0], progress=progress)
+        with pytest.raises(CheckpointError, match=r"position .* is behind the end of this run"):
+            finish(make_run(few, tmp_path, quick("podnet", "ivt")))
+
+
+def test_saved_tensors_that_do_not_fit_are_refused(saved: Path, few: Dataset, tmp_path: Path) -> None:
+    tensors, meta = read_tensors(saved)
+    header = {key: value for key, value in meta.items() if key not in ("format", "hashes")}
+    weight = next(name for name in tensors if name.startswith("method/model.backbone") and tensors[name].dim() == 4)
+    fisher = next(name for name in tensors if name.startswith("addon/ivt/fisher/"))
+    momentum = next(name for name in tensors if name.startswith("loop/optimizer/"))
+    for name, tensor, message in (
+        (weight, tensors[weight].double(), "type torch.float64, expected"),
+        (weight, tensors[weight] * float("nan"), "values that are not finite"),
+        (momentum, tensors[momentum].reshape(-1)[:1], "has shape"),
+        (fisher, tensors[fisher].reshape(-1)[:0], "cannot be restored"),
+        ("addon/ivt/odd", tensors[fisher], "cannot be restored"),
+    ):
+        write_tensors(tmp_path / "checkpoint.safetensors", {**tensors, name: tensor}, header)
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.safetensors.*{message}"):
+            finish(make_run(few, tmp_path, quick("podnet", "ivt")))

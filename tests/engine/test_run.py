@@ -66,11 +66,24 @@ def test_padding_of_the_last_chunk_is_not_counted(
     run = run_on(few, tmp_path, "finetune", finetune={"epochs": 5}, tasks=1)
     parts, task = run.parts, run.parts.tasks[-1]
     rows = parts.test.rows_of(0, task.n_seen)
-    whole = evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task)
-    assert sum(whole["cnn"]) > 0
+    whole = evaluate.confusion_by_classifier(parts.method, parts.world, parts.test, rows, task)["cnn"]
+    assert whole.diagonal().sum() > 0
+    assert whole.sum(1).tolist() == parts.test.counts().tolist()[: task.n_seen]
     for chunk in range(2, 12):
         monkeypatch.setattr(source, "MAX_ROWS", chunk)
-        assert evaluate.correct_by_class(parts.method, parts.world, parts.test, rows, task) == whole
+        again = evaluate.confusion_by_classifier(parts.method, parts.world, parts.test, rows, task)["cnn"]
+        assert torch.equal(again, whole)
+
+
+def test_record_has_the_confusion_of_the_last_task(few: Dataset, tmp_path: Path) -> None:
+    """Of the reported classifier, in class order like the names; not with many classes."""
+    record = finish(make_run(few, tmp_path / "run", quick("finetune", order_seed=3)))
+    assert [row[k] for k, row in enumerate(record["confusion"])] == record["correct"]["cnn"][-1]
+    assert [sum(row) for row in record["confusion"]] == record["class_counts"]
+    assert record["class_names"] == [few.class_names[label] for label in record["class_order"]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("incvec.engine.task.MAX_CONFUSION", 3)
+        assert finish(make_run(few, tmp_path / "many", quick("finetune")))["confusion"] is None
 
 
 def test_loss_without_gradients_for_the_backbone_is_refused(

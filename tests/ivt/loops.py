@@ -5,6 +5,8 @@ from torch import nn
 
 from incvec import IVT
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def network(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)

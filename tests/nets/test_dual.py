@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from incvec.cli.sweep import plan
 from incvec.errors import ConfigError, DataError
 from incvec.nets import clip as clips
-from incvec.nets import lite
+from incvec.nets import lite, packages
 from incvec.nets.dual import (
     DUALS,
     Dual,
@@ -161,7 +161,7 @@ def test_without_the_extra_the_command_is_named(module: str, monkeypatch: pytest
         return import_module(name, *rest)
 
     real = resources.files
-    monkeypatch.setattr(clips, "import_module", absent)
+    monkeypatch.setattr(packages, "import_module", absent)
     monkeypatch.setattr(resources, "files", lambda name: absent(name) if name == module else real(name))
     if module == "transformers":
         call: Callable[[], object] = partial(build_dual, "clip", str(tmp_path), "mine", 3, seeded())
@@ -380,7 +380,7 @@ def test_the_closed_form_map() -> None:
 
 def test_an_altered_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights").write_bytes(b"others")
-    monkeypatch.setattr(lite, "package_file", lambda *_: tmp_path / "weights")
+    monkeypatch.setattr(packages, "package_file", lambda *_: tmp_path / "weights")
     with pytest.raises(DataError, match=r"altered: SHA-256 [0-9a-f]{64}, expected 00"):
         lite.verified_file("package", "weights", "00")
 

@@ -45,6 +45,28 @@ def sample(
     }  # fmt: skip
 
 
+def detailed(record: dict[str, Any], classes: int = 6) -> dict[str, Any]:
+    """The record with what a run writes about losses, teleports and classes; two classes in each of three tasks."""
+    seed, with_ivt = record["seed"], "ivt" in record["addons"]
+    correct = [[9 - k + seed if k < 2 * (t + 1) else 0 for k in range(2 * (t + 1))] for t in range(classes // 2)]
+    last = correct[-1]
+    parts = [{"scale": 0.9 - t / 10, "fisher_ratio": 2.0, "distance": 3.0 - t + seed} for t in (0, 1)]
+    statistics = [{"ivt": {"all": part}} for part in parts]
+    return record | {
+        "losses": [
+            {"task": t, "stage": stage, "terms": {"nca": [2.0 / e + seed for e in range(1, 5)], "flat": [0.5] * 4}}
+            for t in range(3) for stage in ("main", "balance")
+        ],
+        "statistics": [{"ivt": {}}, *statistics] if with_ivt else [{}] * 3,
+        "classifier": "cnn", "correct": {"cnn": correct}, "class_counts": [10] * classes,
+        "class_order": list(range(10, 10 + classes)), "class_names": [f"bird {k}" for k in range(classes)],
+        "confusion": [
+            [n if i == k else 10 - n if i == (k + 1) % classes else 0 for i in range(classes)]
+            for k, n in enumerate(last)
+        ],
+    }  # fmt: skip
+
+
 def study() -> dict[str, dict[str, Any]]:
     """Two hosts with and without IVT, an oracle, joint training, an interval sweep, another memory size."""
     records = {}

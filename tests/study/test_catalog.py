@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ from incvec.study import catalog
 ROOT = Path(__file__).parents[2]
 
 
-def test_module_prints_the_catalog() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "incvec.study.catalog", "--results", "nowhere"],
-        capture_output=True, text=True, check=True, cwd=ROOT / "src",
-    )  # fmt: skip
-    assert done.stdout == catalog.render(None)
+def test_module_prints_the_catalog(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["catalog", "--results", "nowhere"])
+    catalog.main()
+    assert capsys.readouterr().out == catalog.render(None)
 
 
 def write_record(folder: Path, accuracy: float, given: dict[str, Any], **changes: Any) -> None:

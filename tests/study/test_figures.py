@@ -12,10 +12,12 @@ from matplotlib.offsetbox import AnchoredOffsetbox
 from matplotlib.text import Text
 
 from incvec.study.figures import find_figures, read_figure, redraw, write_figure
+from incvec.study.figures.canvas import add_note, new_figure, save, style_axes
 from incvec.study.figures.curvature import draw_curvature, network_order
 from incvec.study.figures.files import DRAW, format_json
 from incvec.study.figures.gap import describe_seeds, draw_gap
 from incvec.study.figures.path import curve_styles, draw_path, draw_tradeoff, task_range
+from incvec.study.figures.tables import tradeoff_table
 from incvec.study.oracle_gap import oracle_gap
 from tests.study.test_oracle_gap import record
 
@@ -60,6 +62,38 @@ def test_slopes_have_minus_signs_and_names_keep_their_hyphens() -> None:
     figure = draw_tradeoff({"panels": [data]})
     texts = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
     assert texts[1] == "a-b: linear fit, slope −2.00, r² 1.00"
+
+
+@pytest.mark.parametrize("r2", [0.49, 0.5, None])
+def test_fit_that_explains_less_than_half_is_not_a_finding(r2: float | None) -> None:
+    data = path_data()
+    for curve in data["curves"]:
+        curve["fit"] = {"slope": -2.0, "intercept": 0.0, "r2": r2}
+    figure = draw_tradeoff({"panels": [data]})
+    legend = " ".join(text.get_text() for text in figure.axes[0].get_legend().get_texts())  # type: ignore[union-attr]
+    dashed = [line for line in figure.axes[0].lines if line.is_dashed()]
+    table = tradeoff_table({"panels": [data]})
+    found = r2 == 0.5
+    assert ("slope" in legend) == found
+    assert ("no linear relation" in legend) == (not found)
+    assert len(dashed) == (len(data["curves"]) if found else 0)
+    assert {row[4] for row in table.texts()} == {"-2.000" if found else "–"}
+
+
+def test_path_names_its_axis() -> None:
+    for axis, words in (("distance", "distance from the start"), ("share", "share of the way (0: start, 1: end)")):
+        assert draw_path({**path_data(), "axis": axis}).axes[2].get_xlabel().startswith(words)
+
+
+def test_dollar_signs_are_not_formulas(tmp_path: Path) -> None:
+    figure = new_figure(4, 3)
+    axes = figure.subplots()
+    axes.plot([1, 10], [1, 10], label="$a$ $$")
+    axes.set_xscale("log")
+    axes.legend()
+    style_axes(axes, "in $ and $$, $x^$", "$")
+    add_note(figure, "\\input $1$")
+    assert len(save(figure, tmp_path / "figure")) == 2
 
 
 @pytest.mark.parametrize("repeat", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -15,13 +16,16 @@ from typer.testing import CliRunner
 from incvec.cli import main as cli
 from incvec.errors import DataError
 from incvec.records import find_records
-from incvec.study import charts, figures, page_tables, style
+from incvec.study import charts, figures, page_tables
+from incvec.study.figures.path import DISTANCE, SHARE
 from incvec.study.groups import group_runs, make_panels
 from incvec.study.page import Section, chart_data, make_sections, render_html, write_report
 from incvec.study.page_figures import find_study_figures
-from incvec.study.runs import RunRecord, load_runs
+from incvec.study.runs import load_runs
 from incvec.study.tables import Table
-from tests.study.samples import path_data, runs_of, sample, study, write
+from tests.study.samples import detailed, path_data, runs_of, sample, study, write
+
+FORMAT_1 = Path(__file__).parent / "figures_format_1"
 
 
 @pytest.fixture(scope="module")
@@ -102,21 +106,94 @@ def test_names_in_records_cannot_break_the_page() -> None:
     assert json.loads(data)["charts"]
 
 
-def test_names_in_records_cannot_leave_the_folder(tmp_path: Path) -> None:
-    record = sample("podnet", "ivt")
-    record["dataset"] = record["config"]["dataset"] = "cifar100"
-    runs = [RunRecord("a", {**record, "dataset": "../../evil name"}), RunRecord("b", sample())]
-    files = list(write_report(runs, tmp_path / "out" / "report"))
-    assert all(file.resolve().is_relative_to(tmp_path / "out" / "report") for file in files)
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", file.name) for file in files)
+HOSTILE = {
+    "parents": "../../evil", "absolute": "/tmp/evil", "latex": "\\input{/etc/passwd} $x^2$ & 50% ~^ {",
+    "long": "n" * 3000, "control": "a\0b\nc\ud800", "formula": "$a$ $$",
+    "markup": "</script><img src=x onerror=alert(1)> %BODY%",
+}  # fmt: skip
 
 
-def test_colors_have_contrast_on_the_dark_theme() -> None:
-    for color in style.palette():
-        ratio = style.contrast(style.channels(style.dark(color)), style.channels(style.DARK_BACKGROUND))
-        assert ratio >= style.CONTRAST
-    assert style.contrast([255, 255, 255], [0, 0, 0]) == pytest.approx(21)
-    assert style.dark("#FFFFFF") == "#FFFFFF"
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_names_in_records_cannot_leave_the_folder_or_break_the_report(name: str, tmp_path: Path) -> None:
+    """A record of someone else, with a hostile name wherever a record has names."""
+    record = detailed(sample("podnet", "ivt")) | {"dataset": name, "class_names": [name] * 6}
+    record["environment"] |= {"device": name, "commit": name}
+    folder = write(tmp_path / "in", {"a": record, "b": sample()})
+    done = CliRunner().invoke(cli.app, ["report", str(folder), "-o", str(tmp_path / "out" / "report")])
+    assert done.exit_code == 0, done.output
+    made = [file for file in tmp_path.rglob("*") if file.is_file() and not file.is_relative_to(folder)]
+    assert len(made) > 20
+    assert all(file.is_relative_to(tmp_path / "out" / "report") for file in made)
+    assert all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,110}", file.name) for file in made)
+    assert all("\\input" not in file.read_text() for file in made if file.suffix == ".tex")
+    assert "<img" not in (tmp_path / "out" / "report" / "report.html").read_text()
+
+
+def test_report_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, out = runs_of({"a": sample()}), tmp_path / "out"
+    write_report(runs, out)
+    (out / "mine.txt").write_text("kept")
+    before = {file: file.read_bytes() for file in out.rglob("*") if file.is_file()}
+    count = itertools.count()
+
+    def full(chart: Any, folder: Path) -> list[Path]:
+        if next(count) == 1:
+            raise OSError(28, "No space left on device")
+        return original(chart, folder)
+
+    original = figures.write_chart
+    monkeypatch.setattr(figures, "write_chart", full)
+    for target in (out, tmp_path / "new"):
+        with pytest.raises(DataError, match="No space left on device"):
+            write_report(runs_of({"b": sample(fall=9.0)}), target)
+        count = itertools.count()
+    assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    monkeypatch.undo()
+    write_report(runs_of({"b": sample(fall=9.0)}), out)  # replaces the report, not other files
+    assert (out / "mine.txt").read_text() == "kept"
+    assert (out / "report.html").read_bytes() != before[out / "report.html"]
+    assert [path.name for path in out.glob(".*")] == []
+
+
+def test_reproduced_is_about_data_sets_of_the_paper(tmp_path: Path) -> None:
+    record = sample() | {"dataset": "digits"}
+    record["config"] = record["config"] | {"dataset": "digits"}
+    names = {file.name for file in write_report(runs_of({"a": record}), tmp_path / "a")}
+    assert "report.html" in names
+    assert "REPRODUCED.md" not in names
+    assert "REPRODUCED.md" in {file.name for file in write_report(runs_of({"a": sample()}), tmp_path / "b")}
+
+
+def test_headline_is_on_top(report: Path) -> None:
+    text = (report / "report.html").read_text()
+    (line,) = re.findall(r'<ul class="headline">(.*?)</ul>', text)
+    assert line.startswith("<li>IVT with PODNet on CIFAR-100, 5 increments: last accuracy +")
+    assert " ± " in line
+    assert "forgetting −" in line
+    assert "2 seeds" in line
+    assert text.index(line) < text.index("<nav>")
+    assert (report / "report.md").read_text().splitlines()[2].startswith("- **IVT with PODNet on CIFAR-100")
+
+
+def test_every_chart_of_runs_has_their_commands(report: Path) -> None:
+    (data,) = re.findall(r'id="charts">(.*?)</script>', (report / "report.html").read_text())
+    shown = json.loads(data)["charts"]
+    assert len(shown) > 8
+    for chart in shown:
+        assert chart["commands"]
+        assert all(command.startswith("incvec run --method ") for command in chart["commands"])
+    (curves,) = [chart for chart in shown if chart["slug"] == "cifar100-5-podnet-accuracy"]
+    assert sum("--addon ivt" in command for command in curves["commands"]) == 3  # one per seed
+
+
+def test_no_line_is_shown_twice(report: Path) -> None:
+    (data,) = re.findall(r'id="charts">(.*?)</script>', (report / "report.html").read_text())
+    for chart in json.loads(data)["charts"]:
+        labels = [line["label"] for line in (*chart.get("lines", ()), *chart.get("levels", ()))]
+        assert len(set(labels)) == len(labels)
+    lines = [json.dumps([line["x"], line["y"]]) for c in json.loads(data)["charts"] for line in c.get("lines", ())]
+    assert len(set(lines)) == len(lines)
 
 
 def tables_of(sections: list[Section]) -> dict[str, Table]:
@@ -286,24 +363,52 @@ def with_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_paths_are_shown(with_path: Path) -> None:
+def test_paths_are_shown_once_with_both_axes(with_path: Path) -> None:
     curve = json.loads((with_path / "runs" / "figures" / "path.json").read_text())["curves"][0]
     text = (with_path / "out" / "report.html").read_text()
-    assert "data:image/png;base64," in text
+    assert "<img" not in text  # no picture beside the charts
     (data,) = re.findall(r'id="charts">(.*?)</script>', text)
-    (chart,) = [chart for chart in json.loads(data)["charts"] if chart["slug"] == "study-figures-path"]
-    assert chart["lines"][0]["y"] == curve["accuracy"]["old"]
-    assert chart["lines"][0]["x"] == curve["distance"]
+    shown = {chart["slug"]: chart for chart in json.loads(data)["charts"] if chart["slug"].startswith("study-")}
+    assert set(shown) == {f"study-figures-path-{m}-{g}" for m in ("accuracy", "loss") for g in ("old", "new")}
+    for name, chart in shown.items():
+        metric, group = name.split("-")[-2:]
+        assert chart["lines"][0]["y"] == curve[metric][group]
+        assert chart["lines"][0]["x"] == curve["distance"]
+        assert chart["lines"][0]["other_x"] == curve["x"]
+        assert (chart["x_label"], chart["other_x_label"]) == (DISTANCE, SHARE)
     lines = (with_path / "out" / "report.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith("| finetune |") and f"{curve['length']:.2f}" in line]
     old = curve["accuracy"]["old"]
     expected = (old[0], min(old), old[-1], curve["barrier"]["accuracy"]["old"])
     assert [cell.strip() for cell in row.strip("|").split("|")][2:6] == [f"{value:.2f}" for value in expected]
-    names = {file.name for file in (with_path / "out" / "figures").iterdir()}
-    assert {f"study-figures-path{end}" for end in (".png", ".pdf", "-picture.png", "-picture.pdf")} <= names
-    assert (with_path / "out" / "figures" / "study-figures-path-picture.png").read_bytes() == (
-        with_path / "runs" / "figures" / "path.png"
-    ).read_bytes()
+    names = {file.name for file in (with_path / "out" / "figures").iterdir() if file.name.startswith("study")}
+    assert names == {"study-figures-path.png", "study-figures-path.pdf"}
+    for end in ("png", "pdf"):
+        drawn = with_path / "out" / "figures" / f"study-figures-path.{end}"
+        assert drawn.read_bytes() == (with_path / "runs" / "figures" / f"path.{end}").read_bytes()
+
+
+def test_run_has_losses_classes_and_confusion_in_its_report(with_path: Path) -> None:
+    (data,) = re.findall(r'id="charts">(.*?)</script>', (with_path / "out" / "report.html").read_text())
+    shown = {chart["slug"].split("-", 4)[-1]: chart for chart in json.loads(data)["charts"]}  # after a digest
+    record = json.loads((with_path / "runs" / "a" / "record.json").read_text())
+    assert shown["loss"]["lines"][0]["y"][0] == pytest.approx(
+        sum(values[0] for values in record["losses"][0]["terms"].values()), abs=1e-4
+    )
+    confusion = shown["confusion-1"]
+    assert confusion["names"] == record["class_names"]
+    assert confusion["matrix"][3][3] == pytest.approx(100 * record["confusion"][3][3] / record["class_counts"][3])
+    assert len(list((with_path / "out" / "tables").glob("digits-3-finetune-*-classes.tex"))) == 1
+
+
+@pytest.mark.parametrize("kind", ["path", "tradeoff", "plane", "gap", "curvature"])
+def test_every_figure_of_the_study_has_a_table_and_charts(kind: str) -> None:
+    (figure,) = [each for each in find_study_figures([FORMAT_1]) if each.data["kind"] == kind]
+    assert figure.table.rows
+    assert bool(figure.charts) == (kind != "gap")  # its lines are in the charts of the records
+    for chart in figure.charts:
+        assert chart_data(chart)["slug"].startswith("study-")
+        assert "NaN" not in json.dumps(chart_data(chart))
 
 
 def test_figures_of_the_same_name_get_numbers(tmp_path: Path) -> None:
@@ -327,3 +432,5 @@ def test_damaged_path_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "path.json").write_text(json.dumps(data))
     with pytest.raises(DataError, match="incvec study path"):
         make_sections(runs_of({"a": sample()}), find_study_figures([tmp_path]))
+    with pytest.raises(DataError, match="incvec study path"):
+        _ = find_study_figures([tmp_path])[0].charts

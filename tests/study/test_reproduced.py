@@ -128,7 +128,7 @@ def test_open_settings_have_their_gain_and_the_papers() -> None:
     unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "layer"})
     table = open_settings_table("cifar100", [host, default, other, unlike])
     assert table is not None
-    assert len(table.rows) == (2 + 9) + (2 + 2) + 2 * (2 + 4)
+    assert len(table.rows) == (2 + 9) + (2 + 3) + 2 * (2 + 4)
     a, b, c = (record["metrics"]["AA"] for record in (other, default, host))
     cells = row_of(table, "| podnet + ivt | `ivt.interval=5` |")
     assert cells[2:6] == ["1", f"{a:.2f}", f"{a - c:+.2f}", f"{a - 65.36:+.2f}"]

@@ -150,12 +150,13 @@ def broken(**changes: Any) -> dict[str, Any]:
     [
         (broken(metrics={**sample()["metrics"], "LA": 99.0}), "was altered: LA is 99.0, the matrix gives"),
         (broken(metrics={**sample()["metrics"], "FM": None}), "was altered: FM is None"),
-        (broken(metrics={"AA": 1.0}), "its metrics have None for LA"),
+        (broken(metrics={"AA": 1.0}), "metrics.LA is {'AA': 1.0}: Field required"),
         (broken(metrics={**sample()["metrics"], "a": [1.0]}), "broken record"),
-        (broken(accuracy=[[80.0], [70.0, 120.0]]), "broken record: "),
-        (broken(accuracy="none"), "accuracy is a str, a list was expected"),
-        (broken(config=None), "config is a NoneType, a dict was expected"),
+        (broken(accuracy=[[80.0], [70.0, 120.0]]), "accuracy.1.1 is 120.0: Input should be less than"),
+        (broken(accuracy="none"), "accuracy is 'none': Input should be a valid list"),
+        (broken(config=None), "config is None: Input should be a valid dictionary"),
         (broken(environment=None), "lacks environment"),
+        (broken(config={"seed": 0}), "lacks config.method and config.addons and config.dataset"),
         ({key: value for key, value in sample().items() if key != "accuracy"}, "lacks accuracy"),
     ],
 )  # fmt: skip

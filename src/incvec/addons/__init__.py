@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from incvec.contracts import AddOn
+from typing import TYPE_CHECKING, Any
+
+from incvec.declarations import declared_class
 from incvec.registry import ADDONS, find_class
 
-__all__ = ["ADDONS", "find_addon"]
+if TYPE_CHECKING:
+    from incvec.contracts import AddOn
+
+__all__ = ["ADDONS", "declared_addon", "find_addon"]
 
 ADDONS.add_builtins(
     {
@@ -21,4 +26,10 @@ ADDONS.add_builtins(
 
 def find_addon(name: str) -> type[AddOn]:
     """The add-on class of that name."""
-    return find_class(ADDONS, name, AddOn)
+    found: type[AddOn] = find_class(ADDONS, name)
+    return found
+
+
+def declared_addon(name: str) -> Any:
+    """Name, summary, paper, flags and options of an add-on, as class attributes, without importing torch."""
+    return declared_class(ADDONS, name)

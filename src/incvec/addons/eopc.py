@@ -60,7 +60,7 @@ class EOPCOptions(Options):
     cut_off: float = Field(0.75, description="position from which the loss compares with the stop instead of the start")
     center: float = Field(0.75, description="middle of the interval that is averaged")
     gap: float = Field(0.1, ge=0, description="length of the interval")
-    members: int = Field(10, ge=1, description="number of averaged points")
+    members: int = Field(10, ge=1, le=10_000, description="number of averaged points")
     ensemble_radius: float = Field(6.0, ge=0, description="maximum norm of their noise")
     new_rows: Literal["kaiming", "imprint"] = "kaiming"
 
@@ -187,6 +187,10 @@ class EOPC(AddOn):
         if not (method.exemplars and issubclass(method, ImageMethod)):
             return f"the path is optimized on exemplars of all classes seen, and {method.name} has none."
         return merge_incompatibility(cls.name, method, others)
+
+    def memory(self) -> dict[str, int]:
+        weights = sum(parameter.numel() for parameter in self.method.model.parameters())
+        return {"positions": 4 * self.options.positions * weights}
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
         if task.index == 0:

@@ -201,6 +201,7 @@ class IVTAddOn(AddOn):
 
     def begin_epoch(self, task: Task, stage: Stage, epoch: int) -> None:
         if self._collects(stage):
+            self.plugin.epochs = stage.epochs  # a state of an earlier version does not have it
             self.plugin.begin_epoch(epoch)
 
     def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from incvec.declarations import declared
+
 DataRoot = Annotated[
     Path | None,
     typer.Option(
@@ -24,6 +26,45 @@ PluginFiles = Annotated[
         show_default=False,
     ),
 ]
+SeedList = Annotated[
+    str | None,
+    typer.Option(
+        help="Several training seeds, such as 0,1,2 or 0-4: one run for each.",
+        show_default=False,
+        metavar="N,N,...",
+        rich_help_panel="Experiment",
+    ),
+]
+
+
+def complete_methods() -> list[str]:
+    """Names for the shell's completion; typer selects those that begin with what was typed."""
+    from incvec.methods import METHODS
+
+    return list(METHODS)
+
+
+def complete_addons() -> list[str]:
+    from incvec.addons import ADDONS
+
+    return list(ADDONS)
+
+
+def complete_datasets() -> list[str]:
+    from incvec.data.datasets import DATASETS
+
+    return list(DATASETS)
+
+
+def complete_sweeps() -> list[str]:
+    from incvec.presets import sweeps
+
+    return list(sweeps())
+
+
+def is_torchrun() -> bool:
+    """Whether this process is one of several of a run; from its environment, without importing torch."""
+    return bool(declared("incvec.engine.distributed", "is_distributed")())
 
 
 def load_plugins(files: Iterable[Path] | None) -> None:
@@ -36,6 +77,7 @@ def load_plugins(files: Iterable[Path] | None) -> None:
 
 def say(text: str, *, style: str = "", console: Console | None = None) -> None:
     """Print text verbatim: brackets are not markup, numbers are not highlighted, long lines are not wrapped."""
+    text = text.encode(errors="backslashreplace").decode()  # names of files may be any bytes
     (console or Console()).print(text, style=style, soft_wrap=True, highlight=False, markup=False)
 
 

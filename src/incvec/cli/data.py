@@ -204,6 +204,6 @@ def data_aircraft(
 
     An .npz has `label`, `is_test`, `class_names`, the bytes of the files (`webp`, `jpg` or `png`) and their `offsets`.
     """
-    names = None if variants is None else [line.strip() for line in variants.read_text().splitlines() if line.strip()]
+    names = None if variants is None else aircraft.read_lines(variants)
     for line in aircraft.copy(source.expanduser(), root.expanduser(), names):
         say(line)

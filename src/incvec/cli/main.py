@@ -1,52 +1,146 @@
-"""The `incvec` command: assembles the commands and turns errors into messages and exit codes."""
+"""The `incvec` command: assembles the commands and turns errors into messages and exit codes.
+
+The module of a command is imported when the command is used: `incvec --help` and the completion of names take their
+summaries from the table below.
+"""
 
 from __future__ import annotations
 
-import errno
 import inspect
-from typing import Annotated, Any
+import sys
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import incvec
-from incvec.cli import data, demo, report, run, show, study, sweep
-from incvec.cli import list as list_command
 from incvec.cli.common import say, say_error
-from incvec.errors import IncvecError
+from incvec.errors import REPORT_AT, user_message
 
-PANELS = {
-    **dict.fromkeys(("demo", "run", "sweep"), "Training"),
-    **dict.fromkeys(("show", "report", "study"), "Results"),
-    **dict.fromkeys(("list", "data"), "Data and names"),
-}
 EXIT_INTERRUPTED = 130  # the shell convention for a program ended by Ctrl-C
 
 
+class Command(NamedTuple):
+    """A command whose module, with a function `register(app)`, is not imported yet."""
+
+    module: str
+    panel: str
+    summary: str  # the first paragraph of its help
+    hidden: bool = False
+
+
+COMMANDS = {
+    "learn": Command(
+        "classifier",
+        "Your own classifier",
+        "Learn the classes of a folder of photos: the first ones with --out, further ones with --into.",
+    ),
+    "predict": Command("classifier", "Your own classifier", "Name the class of photos, with its probability."),
+    "evaluate": Command(
+        "classifier",
+        "Your own classifier",
+        "Measure accuracy on class folders: by class, by when it was learned, and which classes are confused.",
+    ),
+    "export": Command(
+        "classifier",
+        "Your own classifier",
+        "Write the network to a file that other programs run: labels and preprocessing are inside.",
+    ),
+    "info": Command(
+        "classifier",
+        "Your own classifier",
+        "Show what a classifier knows and keeps: classes, history, accuracy then and now, memory, size.",
+    ),
+    "undo": Command(
+        "classifier",
+        "Your own classifier",
+        "Go back to before the last `learn`. It cannot be repeated: one version is kept.",
+    ),
+    "demo": Command(
+        "demo",
+        "Training",
+        "Train PODNet without and with IVT on embedded digits with three seeds each, and PODNet's oracle once.",
+    ),
+    "run": Command(
+        "run", "Training", "Train one method on one data set, task by task, and write a record of the results."
+    ),
+    "sweep": Command(
+        "sweep",
+        "Training",
+        "Train many runs, several at once on a GPU. Base tasks that runs have in common are trained once.",
+    ),
+    "show": Command(
+        "show",
+        "Results",
+        "Compare records: average accuracy (AA), last accuracy (LA), forgetting (FM) and the oracle gap closed.",
+    ),
+    "study": Command("study", "Results", "Figures of finished runs: paths, trade-off, plane, gap, curvature."),
+    "lab": Command("study", "Results", "", hidden=True),
+    "report": Command(
+        "report",
+        "Results",
+        "Write a report from records: comparison with the paper, gains of IVT, the oracle gap, how the runs were made.",
+    ),
+    "list": Command(
+        "list", "Data and names", "List the methods, add-ons, data sets, presets, networks and sweeps, or describe one."
+    ),
+    "data": Command("data", "Data and names", "Check, pack and copy data sets."),
+}
+
+
 class Commands(TyperGroup):
-    """Reports errors that the user can fix as one message and an exit code. Other errors keep their traceback."""
+    """Imports commands when they are used, and reports errors that the user can fix as one message and an exit code.
+    Other errors keep their traceback.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command, or its summary only if its module was not imported."""
+        if cmd_name in self.commands or cmd_name not in COMMANDS:
+            return self.commands.get(cmd_name)
+        known = COMMANDS[cmd_name]
+        return TyperCommand(cmd_name, help=known.summary, rich_help_panel=known.panel, hidden=known.hidden)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args:
+            self.load(args[0])
+        return super().resolve_command(ctx, args)
+
+    def load(self, name: str) -> Any:
+        """Import a command's module. None if there is no such command."""
+        if name in COMMANDS and name not in self.commands:
+            app = typer.Typer(rich_markup_mode="rich")
+            import_module(f"incvec.cli.{COMMANDS[name].module}").register(app)
+            arrange_help(app)
+            self.commands.update(typer.main.get_group(app).commands)
+        return self.commands.get(name)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except IncvecError as error:
-            say_error(str(error))
-        except OSError as error:
-            if error.errno == errno.EPIPE or error.filename is None:
-                raise
-            say_error(f"{error.filename}: {error.strerror}.")
-        except RuntimeError as error:
-            exit_if_peer_failed(error)
-            raise
         except KeyboardInterrupt:
             say("Interrupted. Run the same command again to resume.", console=Console(stderr=True))
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except Exception as error:
+            exit_if_peer_failed(error)
+            message = user_message(error)
+            if message is None:
+                # Typer reports its own exceptions: wrong usage, and the end of a command.
+                if not type(error).__module__.startswith(("typer", "click")):
+                    error.add_note(REPORT_AT)
+                raise
+            say_error(message)
         raise typer.Exit(1)
 
 
-def exit_if_peer_failed(error: RuntimeError) -> None:
+def exit_if_peer_failed(error: Exception) -> None:
     """End this process if another process of a distributed run failed; that process reports the cause."""
+    if not isinstance(error, RuntimeError) or "torch" not in sys.modules:  # so does `incvec run --help` end
+        return
     from incvec.engine.distributed import abort, is_main_process, is_peer_failure
 
     if is_peer_failure(error):
@@ -59,11 +153,11 @@ def exit_if_peer_failed(error: RuntimeError) -> None:
 
 
 def arrange_help(group: typer.Typer) -> None:
-    """Put the commands into panels, and let the terminal wrap their help texts instead of the docstrings' lines."""
+    """Let the terminal wrap the help texts of commands instead of the docstrings' lines."""
     for subgroup in group.registered_groups:
-        subgroup.rich_help_panel = PANELS.get(str(subgroup.name))
+        if subgroup.typer_instance is not None:
+            arrange_help(subgroup.typer_instance)
     for command in group.registered_commands:
-        command.rich_help_panel = PANELS.get(str(command.name or getattr(command.callback, "__name__", None)))
         text = command.help or inspect.getdoc(command.callback) or ""
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
@@ -78,7 +172,6 @@ app = typer.Typer(
     name="incvec",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     epilog="New here? [bold]incvec demo[/bold] trains four runs on embedded data and draws the result, in about a "
@@ -96,9 +189,3 @@ def root(
 
     Train any method with or without IVT and other add-ons, compare it with its oracle, and study the results.
     """
-
-
-for register in (module.register for module in (demo, run, sweep, show, study, report, list_command, data)):
-    register(app)
-for group in (app, study.app, data.app):
-    arrange_help(group)

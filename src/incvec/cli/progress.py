@@ -196,6 +196,10 @@ class RunStatus:
                 forgetting = "" if metrics["FM"] is None else f"  FM {metrics['FM']:.2f}"
                 self.accuracy = f"AA {metrics['AA']:.2f}  LA {metrics['LA']:.2f}{forgetting}"
 
+    def summary(self) -> str:
+        left = "" if self.seconds_left is None else f", {duration(self.seconds_left)} left"
+        return f"{self.name} {self.stage} {100 * self.fraction:.0f} %{left}"
+
 
 def status_table(runs: Sequence[RunStatus], title: str) -> Table:
     """A table whose columns all fold, so that it fits a narrow terminal while it is updated."""
@@ -209,11 +213,39 @@ def status_table(runs: Sequence[RunStatus], title: str) -> Table:
     return table
 
 
+class TotalEstimate:
+    """The time that all runs of a sweep need, from the share of their work done since this process began.
+
+    It counts every run as the same amount of work, and knows nothing before the first epochs have ended.
+    """
+
+    def __init__(self, runs: Sequence[RunStatus]) -> None:
+        self.runs, self.began = runs, time.monotonic()
+        self.before: dict[str, float] = {}  # by run: what an earlier process did, or the run that trained its base
+
+    def update(self, run: RunStatus, event: ev.Event) -> None:
+        if isinstance(event, ev.Finished) and event.already:
+            self.before[run.name] = 1.0
+        elif isinstance(event, ev.EpochEnded):
+            self.before.setdefault(run.name, event.fraction)
+
+    def text(self) -> str:
+        done = sum(run.fraction - self.before.get(run.name, 0.0) for run in self.runs)
+        left = sum(1.0 - run.fraction for run in self.runs if run.state != "failed")
+        if done <= 0 or left <= 0:
+            return ""
+        return f"about {duration((time.monotonic() - self.began) * left / done)} left in all"
+
+
 def follow_sweep(
     names: Sequence[str], events: Iterable[tuple[int, ev.Event]], title: str, console: Console
 ) -> list[RunStatus]:
-    """Drive all runs to their ends: with a live table on a terminal, with a line now and then elsewhere."""
+    """Drive all runs to their ends: with a live table on a terminal, with a line now and then elsewhere.
+
+    Both have an estimate for every run in training and one for all together.
+    """
     runs = [RunStatus(name) for name in names]
+    estimate = TotalEstimate(runs)
     live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
     if live:
         live.start()
@@ -224,6 +256,9 @@ def follow_sweep(
         for number, event in events:
             run = runs[number]
             run.update(event)
+            estimate.update(run, event)
+            if isinstance(event, ev.Notice) and event.warning:
+                say(f"{run.name}: {event.text}", console=console)
             if isinstance(event, ev.Finished | Failed) and live is None:
                 say(f"{run.state} {run.name}: {run.error or run.accuracy}", console=console)
             now = time.monotonic()
@@ -231,11 +266,12 @@ def follow_sweep(
                 continue
             last = now
             if live:
-                live.update(status_table(runs, title))
+                live.update(status_table(runs, ", ".join(filter(None, (title, estimate.text())))))
             else:
-                active = [f"{r.name} {r.stage} {100 * r.fraction:.0f} %" for r in runs if r.state == "training"]
                 finished = sum(r.state == "finished" for r in runs)
-                say(f"{finished}/{len(runs)} finished; " + "; ".join(active), console=console)
+                active = [r.summary() for r in runs if r.state == "training"]
+                parts = [f"{finished}/{len(runs)} finished", estimate.text(), *active]
+                say("; ".join(filter(None, parts)), console=console)
     finally:
         if live:
             live.update(status_table(runs, title))

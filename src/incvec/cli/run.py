@@ -1,42 +1,46 @@
-"""`incvec run`: train one configuration."""
+"""`incvec run`: train one configuration, with one or several seeds."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 
-from incvec.cli import tensorboard
-from incvec.cli.common import DataRoot, PluginFiles, load_plugins, say
-from incvec.cli.progress import follow
-from incvec.config import RunConfig, assign
-from incvec.data import load_dataset
-from incvec.data.store.open import is_store
-from incvec.engine.build import check_names, pick_device
-from incvec.engine.checkpoint import check_finished
-from incvec.engine.distributed import init_distributed, is_main_process
-from incvec.engine.events import Event
-from incvec.engine.run import Run
-from incvec.engine.sweep import Loader
-from incvec.engine.threads import single_thread_for_small_images
-from incvec.errors import ConfigError, DataError, check_out
-from incvec.presets import resolve, run_name
-from incvec.records import read_record
-from incvec.study.run_table import run_rows, runs_table
+from incvec.cli.common import (
+    DataRoot,
+    PluginFiles,
+    SeedList,
+    complete_addons,
+    complete_datasets,
+    complete_methods,
+    is_torchrun,
+    load_plugins,
+    say,
+)
+from incvec.cli.logs import Log, log_events, make_writer, package
+from incvec.config import RunConfig
+from incvec.errors import ConfigError, check_out
+from incvec.presets import check_names, resolve, run_name
+from incvec.presets.given import Given, parse_seeds
+from incvec.presets.origins import render
+from incvec.presets.streams import complete_stream
+
+if TYPE_CHECKING:
+    from incvec.data import Dataset
 
 EXAMPLES = """[bold]Examples[/bold]
 
 incvec run --method podnet --addon ivt --dataset digits
 
+incvec run --method podnet --addon ivt --epochs 40 --seeds 0,1,2
+
+incvec run --method podnet --addon ivt --set ivt.interval=5 --dry-run
+
 incvec run --method podnet --dataset cifar100 --data-root ~/data --download --tasks 5 --oracle
 
-incvec run --method podnet --addon ivt --set ivt.interval=5 --set podnet.epochs=40 --seed 1
+incvec run --method podnet --dataset folder --data-root ~/pictures
 
 incvec run --config my_run.yaml --set seed=2
 
@@ -48,51 +52,63 @@ torchrun --nproc-per-node 2 -m incvec run --method podnet --dataset cifar100
 
 A file given with --config contains the same settings as YAML: [italic]method: podnet[/italic], \
 [italic]addons: \\[ivt][/italic], [italic]tasks: 5[/italic], and one section per method and add-on, such as \
-[italic]ivt: {interval: 5}[/italic]. Precedence, highest first: --set, the other options, the file, the preset."""
+[italic]ivt: {interval: 5}[/italic]. Precedence, highest first: --set, the other options, the file, the preset. \
+--dry-run prints such a file, with the origin of every value."""
 
 ADDON_HELP = "Add-on, such as ivt; see `incvec list addons`. Repeat for several, applied in this order."
 ORACLE_HELP = "Train the oracle: all images of the classes seen so far instead of the exemplar memory."
 TASKS_HELP = "Number of incremental tasks after the base task; of all tasks if there is no base task."
+BASE_HELP = "Number of classes of the base task; 0: none, all tasks have the same size."
 VARIANT_HELP = "Preset variant, such as authors; see `incvec list presets`."
-SET_HELP = "One setting, such as ivt.interval=5. Repeat for several."
+SET_HELP = "One setting, such as ivt.interval=5 or method.momentum=0. Repeat for several."
+EPOCHS_HELP = "Epochs of an incremental task, and of the base task unless its own are set."
 BASES_HELP = "Folder in which runs share their trained base task."
+OUT_HELP = "Folder of the run: record, snapshots, checkpoint. With --seeds: the folder that contains one for each."
+LOG_HELP = "Write losses and accuracies to the run's folder while it trains. Repeat for several."
 ENGINE_HELP = "eager, or graph: each training step compiled and captured as a CUDA graph."
-
-
-class Log(StrEnum):
-    tensorboard = "tensorboard"
+DRY_HELP = "Print all settings and where each comes from, without training."
 
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=EXAMPLES)(run)
 
 
-def option(panel: str, text: str, *names: str, default: str | bool = False, metavar: str | None = None) -> Any:
+def option(panel: str, text: str, *names: str, default: str | bool = False, **more: Any) -> Any:
     """An option in one panel of the help; `default` is the text shown as its default."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=default, metavar=metavar)
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=default, **more)
 
 
 def run(
-    method: Annotated[str | None, option("Experiment", "Method; see `incvec list methods`.")] = None,
-    addon: Annotated[list[str] | None, option("Experiment", ADDON_HELP)] = None,
+    method: Annotated[
+        str | None, option("Experiment", "Method; see `incvec list methods`.", autocompletion=complete_methods)
+    ] = None,
+    addon: Annotated[list[str] | None, option("Experiment", ADDON_HELP, autocompletion=complete_addons)] = None,
     oracle: Annotated[bool, option("Experiment", ORACLE_HELP, "--oracle")] = False,
+    base_classes: Annotated[int | None, option("Experiment", BASE_HELP, default="from the preset")] = None,
     tasks: Annotated[int | None, option("Experiment", TASKS_HELP, default="from the preset")] = None,
     seed: Annotated[int | None, option("Experiment", "Training seed.", default="0")] = None,
+    seeds: SeedList = None,
     variant: Annotated[str | None, option("Experiment", VARIANT_HELP, default="paper")] = None,
     config: Annotated[Path | None, option("Experiment", "YAML file with settings.")] = None,
     settings: Annotated[list[str] | None, option("Experiment", SET_HELP, "--set", metavar="KEY=VALUE")] = None,
     plugin: PluginFiles = None,
-    dataset: Annotated[str | None, option("Data", "Data set; see `incvec list datasets`.", default="digits")] = None,
+    epochs: Annotated[int | None, option("Training", EPOCHS_HELP, default="from the preset")] = None,
+    lr: Annotated[float | None, option("Training", "Learning rate.", default="from the preset")] = None,
+    batch_size: Annotated[int | None, option("Training", "Images per step.", default="from the preset")] = None,
+    memory: Annotated[int | None, option("Training", "Exemplars per class.", default="from the preset")] = None,
+    dataset: Annotated[
+        str | None,
+        option("Data", "Data set; see `incvec list datasets`.", default="digits", autocompletion=complete_datasets),
+    ] = None,
     data_root: DataRoot = None,
     download: Annotated[bool, option("Data", "Download the data set if it is missing.", "--download")] = False,
-    out: Annotated[
-        Path | None, option("Output", "Folder of the run: record, snapshots, checkpoint.", default="runs/NAME")
-    ] = None,
+    out: Annotated[Path | None, option("Output", OUT_HELP, default="runs/NAME")] = None,
     bases: Annotated[Path | None, option("Output", BASES_HELP, default="the folder `bases` next to --out")] = None,
     no_share: Annotated[
         bool, option("Output", "Train the base task in this run, without sharing it.", "--no-share")
     ] = False,
-    log: Annotated[Log | None, option("Output", "Write event files to the run's folder while it trains.")] = None,
+    log: Annotated[list[Log] | None, option("Output", LOG_HELP)] = None,
+    dry_run: Annotated[bool, option("Output", DRY_HELP, "--dry-run")] = False,
     device: Annotated[str | None, option("Execution", "cpu, cuda or cuda:N.", default="auto")] = None,
     engine: Annotated[str | None, option("Execution", ENGINE_HELP, default="auto")] = None,
 ) -> None:
@@ -103,33 +119,85 @@ def run(
     """
     if no_share and bases is not None:
         raise ConfigError("--bases and --no-share exclude each other; give one of them.")
+    if seeds is not None and seed is not None:
+        raise ConfigError("--seed and --seeds exclude each other; give one of them.")
     load_plugins(plugin)
-    given = {
+    given = Given()
+    if config is not None:
+        given.read(config)
+    flags = {
         "method": method,
         "addons": addon or None,
         "dataset": dataset,
+        "base_classes": base_classes,
         "tasks": tasks,
         "seed": seed,
         "oracle": oracle or None,
         "variant": variant,
         "engine": engine,
         "device": device,
+        "method.epochs": epochs,
+        "method.lr": lr,
+        "method.batch_size": batch_size,
+        "method.memory": memory,
     }
-    tree = read_config(config) if config is not None else {}
-    tree |= {key: value for key, value in given.items() if value is not None}
+    for key, value in flags.items():
+        if value is not None:
+            name = "--addon" if key == "addons" else f"--{key.removeprefix('method.').replace('_', '-')}"
+            given.set(key, value, name)
     for setting in settings or ():
-        assign(tree, setting)
-    resolved = resolve_tree(tree)
-    folder = out if out is not None else Path("runs") / run_name(resolved)
-    check_out(folder, "a run")
+        given.set_text(setting)
+    configs, stream = resolve_seeds(given, seeds, data_root)
+    several = len(configs) > 1
+    if several and is_torchrun():
+        raise ConfigError("--seeds trains one run after another; with torchrun, give a single --seed.")
+    folders = [
+        (out / run_name(each) if several else out) if out is not None else Path("runs") / run_name(each)
+        for each in configs
+    ]
+    for folder in folders:
+        check_out(folder, "a run")
+    if dry_run:
+        print_settings(configs, folders, given.origins() | ({} if seeds is None else {"seed": "--seeds"}), stream)
+        return
+
+    from incvec.engine.distributed import is_main_process
+    from incvec.engine.launch import read_finished
+    from incvec.study.run_table import run_rows, show_tables
+
     console = Console(quiet=not is_main_process())
-    record = read_finished(resolved, folder, data_root)
-    if record is not None:
-        say(f"already finished: {folder / 'record.json'}", console=console)
-    else:
-        shared = None if no_share else bases if bases is not None else folder.parent / "bases"
-        record = train(resolved, folder, shared, data_root, download, log, console)
-    console.print(runs_table(run_rows([record])).rich())
+    if stream:
+        say(stream, console=console)
+    records, data = [], None
+    for each, folder in zip(configs, folders, strict=True):
+        record = read_finished(each, folder, data_root)
+        if record is not None:
+            say(f"already finished: {folder / 'record.json'}", console=console)
+        else:
+            shared = None if no_share else bases if bases is not None else folder.parent / "bases"
+            record, data = train(each, folder, shared, data_root, download, log or (), console, data)
+        records.append(record)
+    for table in show_tables(run_rows(records)):
+        console.print(table.rich())
+
+
+def resolve_seeds(given: Given, seeds: str | None, data_root: Path | None) -> tuple[list[RunConfig], str]:
+    """The complete configuration for each seed, checked as far as possible without data, and its stream, or ""."""
+    tree = given.tree()
+    chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
+    check_names(resolve(tree))  # wrong settings are reported before the data root is read
+    tree, stream = complete_stream(tree, data_root)
+    return [resolve({**tree, **seed}) for seed in chosen], stream
+
+
+def print_settings(configs: list[RunConfig], folders: list[Path], origins: dict[str, str], stream: str) -> None:
+    """Print the configuration as YAML, each value with its origin; folders and stream are comments."""
+    for folder in folders:
+        typer.echo(f"# {folder} ({'finished' if (folder / 'record.json').exists() else 'to do'})")
+    if stream:
+        typer.echo(f"# {stream}")
+        origins = dict.fromkeys(("base_classes", "tasks"), "the classes of the data root") | origins
+    typer.echo(render(configs[0], origins))
 
 
 def train(
@@ -138,60 +206,18 @@ def train(
     bases: Path | None,
     data_root: Path | None,
     download: bool,
-    log: Log | None,
+    logs: list[Log] | tuple[Log, ...],
     console: Console,
-) -> dict[str, Any]:
-    """Train or resume a run, with its progress on the console; returns its record."""
-    distributed = init_distributed(config.device)
-    pick_device(config.device, distributed.local_rank)
-    check_names(config)
-    if log:
-        tensorboard.summary_writer()  # a missing package is reported before data is read
-    with distributed.main_process_first():
-        data = load_dataset(config.dataset, data_root, download, **config.data_options())
-    with single_thread_for_small_images(data):
-        events: Iterator[Event] = Run(config, data, folder, bases, distributed).events()
-        if log and is_main_process():
-            events = tensorboard.log_events(events, folder / "tensorboard")
-        record = follow(events, console)
-    distributed.close()
-    return record
+    data: Dataset | None = None,
+) -> tuple[dict[str, Any], Dataset]:
+    """Train or resume a run, with its progress on the console; returns its record and its data."""
+    from incvec.cli.progress import follow
+    from incvec.engine.distributed import is_main_process
+    from incvec.engine.launch import launch
 
-
-def read_config(file: Path) -> dict[str, Any]:
-    """Read the settings of a YAML file."""
-    try:
-        content = yaml.load(file.read_text(), Loader)
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {file}.") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{file} cannot be read as YAML: {error}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{file} contains no settings: expected lines such as `method: podnet`.")
-    return content
-
-
-def resolve_tree(tree: dict[str, Any]) -> RunConfig:
-    """Return the complete configuration. Add-ons may be given as one string, as in `--set addons=ivt,eopc`."""
-    addons = tree.get("addons", [])
-    if isinstance(addons, str):
-        addons = [name.strip() for name in addons.split(",") if name.strip()]
-        tree = {**tree, "addons": addons}
-    if not isinstance(addons, list) or not all(isinstance(name, str) for name in addons):
-        raise ConfigError(f"addons = {addons!r} is not possible: expected a list of names, such as [ivt].")
-    return resolve(tree)
-
-
-def read_finished(config: RunConfig, folder: Path, data_root: Path | None) -> dict[str, Any] | None:
-    """The record of a finished run, or None. Of the data sets, only a packed store is opened and checked."""
-    file = folder / "record.json"
-    if not file.exists():
-        return None
-    record, data = read_record(file), None
-    if data_root is not None and is_store(data_root):
-        with contextlib.suppress(DataError):
-            data = load_dataset(config.dataset, data_root, **config.data_options())
-    check_finished(config, data, record, file)
-    return record
+    for log in logs:
+        package(log)  # a missing one is reported before data is read
+    writers = [make_writer(log, folder, config.resolved()) for log in logs if is_main_process()]
+    return launch(
+        config, folder, bases, data_root, download, lambda events: follow(log_events(events, writers), console), data
+    )

@@ -190,7 +190,9 @@ def gap(
     """Accuracy after each task for methods, with add-ons, their oracles and joint training; the gap closed."""
     check_out(out, "a figure", "-o")
     files = readable(records, print_note)
-    figures = oracle_gap([read_record(file) for file in files], lambda text: print_note(f"left out: {text}"))
+    figures = oracle_gap(
+        [read_record(file, strict=True) for file in files], lambda text: print_note(f"left out: {text}")
+    )
     for data in figures:
         parts = [name or "gap"]
         if len(figures) > 1:

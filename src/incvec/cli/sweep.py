@@ -7,33 +7,35 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from incvec.addons import ADDONS
-from incvec.cli.common import DataRoot, PluginFiles, load_plugins, say
-from incvec.cli.progress import follow_sweep
+from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, say
 from incvec.config import RunConfig, assign
-from incvec.data import Dataset, load_dataset
-from incvec.engine.build import check_names, pick_device
-from incvec.engine.device_errors import translate_device_errors
-from incvec.engine.distributed import is_distributed
-from incvec.engine.run import Run, finish
-from incvec.engine.scheduler import run_concurrently
-from incvec.engine.sweep import Check, default_at_once, read_check, read_runs
-from incvec.engine.threads import single_thread_for_small_images
+from incvec.engine.sweep import Check, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
 from incvec.methods import METHODS
-from incvec.presets import changed_settings, resolve, run_name, sweeps
+from incvec.presets import changed_settings, check_names, resolve, run_name, sweeps
+from incvec.presets.given import parse_seeds
+from incvec.presets.streams import complete_stream
 from incvec.study.runs import settings_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from incvec.cli.progress import RunStatus
+    from incvec.data import Dataset
+    from incvec.engine.run import Run
 
 EXAMPLES = """[bold]Examples[/bold]
 
 incvec sweep digits
+
+incvec sweep digits --seeds 0,1,2
 
 incvec sweep cifar100-podnet --data-root ~/data --at-once 4
 
@@ -42,7 +44,8 @@ incvec sweep my_sweep.yaml --set method.epochs=20 --set seed=1 --dry-run
 [bold]Sweep files[/bold]
 
 A sweep is YAML with a list [italic]runs[/italic]. Every list of values in an entry is varied: \
-[italic]runs: \\[{method: podnet, addons: \\[\\[], \\[ivt]], seed: \\[0, 1]}][/italic] stands for four runs."""
+[italic]runs: \\[{method: podnet, addons: \\[\\[], \\[ivt]], seed: \\[0, 1], ivt: {interval: \\[5, 10]}}][/italic] \
+stands for six runs: the section of an add-on applies to the runs that have it."""
 
 # Settings that do not change the experiment, but the name of the run's folder.
 HANDLING = ("placement", "snapshots")
@@ -55,8 +58,14 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(
-    name: Annotated[str, typer.Argument(help="A packaged sweep (see `incvec list sweeps`), or a YAML file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A packaged sweep (see `incvec list sweeps`), or a YAML file.", autocompletion=complete_sweeps
+        ),
+    ],
     data_root: DataRoot = None,
+    seeds: SeedList = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs' folders.")] = Path("runs"),
     at_once: Annotated[
         int | None, typer.Option(min=1, help="Number of concurrent runs.", show_default="by the device's memory")
@@ -82,16 +91,16 @@ def sweep(
     When the same command is given again, only unfinished runs are trained. If a run fails, the others continue; the
     exit code is then 1.
     """
-    if is_distributed():
+    if is_torchrun():
         raise ConfigError("a sweep trains its runs in one process; use torchrun with a single `incvec run`.")
     check_out(out, "a sweep")
     load_plugins(plugin)
-    if run_sweep(name, out, data_root, settings or (), at_once, only, dry_run):
+    if run_sweep(name, out, data_root, settings or (), at_once, only, dry_run, seeds=seeds):
         raise typer.Exit(1)
 
 
 def run_sweep(
-    name: str,
+    sweep: str | Path | Sequence[Mapping[str, Any]],
     out: Path,
     data_root: Path | None = None,
     settings: Sequence[str] = (),
@@ -99,20 +108,57 @@ def run_sweep(
     only: str | None = None,
     dry_run: bool = False,
     console: Console | None = None,
+    seeds: str | None = None,
 ) -> int:
     """Train the unfinished runs of a sweep; returns the number of runs that failed."""
     console = console or Console()
-    complete = plan(name, settings)
-    planned = [(folder, config) for folder, config in complete if only is None or only in folder]
-    if not planned:
-        raise ConfigError(f"no run of the sweep {name!r} has {only!r} in its name.")
-    check = read_check(find_sweep(name))
-    if check is not None:
-        checked = checked_run(check, complete)
-        planned = [checked, *(pair for pair in planned if pair != checked)]
+    planned, check = select_runs(sweep, settings, only, seeds, data_root)
     if dry_run:
         print_plan(planned, check, out, console)
         return 0
+    title = sweep if isinstance(sweep, str) else "sweep"
+    runs = train_planned(planned, check, out, data_root, at_once, title, console)
+    failed = [run for run in runs if run.state == "failed"]
+    for run in failed:
+        console.print(Text.assemble(("failed", "red"), f" {run.name}: {run.error}"), soft_wrap=True)
+    return len(failed)
+
+
+def select_runs(
+    sweep: str | Path | Sequence[Mapping[str, Any]],
+    settings: Sequence[str] = (),
+    only: str | None = None,
+    seeds: str | None = None,
+    data_root: Path | None = None,
+) -> tuple[Plan, Check | None]:
+    """The runs to train, the one that the sweep checks first; and the check."""
+    complete = plan(sweep, settings, seeds, data_root)
+    planned = [(folder, config) for folder, config in complete if only is None or only in folder]
+    if not planned:
+        raise ConfigError(f"no run of the sweep {sweep!r} has {only!r} in its name.")
+    check = read_check(find_sweep(sweep)) if isinstance(sweep, str | Path) else None
+    if check is not None:
+        checked = checked_run(check, complete)
+        planned = [checked, *(pair for pair in planned if pair != checked)]
+    return planned, check
+
+
+def train_planned(
+    planned: Plan,
+    check: Check | None,
+    out: Path,
+    data_root: Path | None,
+    at_once: int | None,
+    title: str,
+    console: Console,
+) -> list[RunStatus]:
+    """Train the unfinished ones of the planned runs; returns the state of each."""
+    from incvec.cli.progress import follow_sweep
+    from incvec.engine.build import pick_device
+    from incvec.engine.run import Run, finish
+    from incvec.engine.scheduler import run_concurrently
+    from incvec.engine.threads import single_thread_for_small_images
+
     device = pick_device(planned[0][1].device)
     data = load_data(planned, data_root, device)
 
@@ -120,7 +166,7 @@ def run_sweep(
         return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")
 
     count = at_once or default_at_once(device, [config for _, config in planned])
-    title = f"{name}: {len(planned)} runs, {count} at once on {device}"
+    title = f"{title}: {len(planned)} runs, {count} at once on {device}"
     with ExitStack() as threads:
         for dataset in data.values():
             threads.enter_context(single_thread_for_small_images(dataset))
@@ -129,17 +175,13 @@ def run_sweep(
             say(f"check: {planned[0][0]} must have {expected}", console=console)
             check.judge(finish(maker(*planned[0])()))
         events = run_concurrently([maker(*pair) for pair in planned], count)
-        runs = follow_sweep([folder for folder, _ in planned], events, title, console)
-    failed = [run for run in runs if run.state == "failed"]
-    for run in failed:
-        console.print(Text.assemble(("failed", "red"), f" {run.name}: {run.error}"), soft_wrap=True)
-    return len(failed)
+        return follow_sweep([folder for folder, _ in planned], events, title, console)
 
 
-def find_sweep(name: str) -> Path:
+def find_sweep(name: str | Path) -> Path:
     """The file of a packaged sweep, or the user's own file."""
     packaged = sweeps()
-    if name in packaged:
+    if isinstance(name, str) and name in packaged:
         return packaged[name]
     path = Path(name)
     if path.exists():
@@ -150,13 +192,23 @@ def find_sweep(name: str) -> Path:
     )
 
 
-def plan(name: str, settings: Sequence[str] = ()) -> Plan:
-    """Every run of a sweep, all settings validated; `method.KEY=VALUE` sets an option of the method of any run."""
+def plan(
+    sweep: str | Path | Sequence[Mapping[str, Any]],
+    settings: Sequence[str] = (),
+    seeds: str | None = None,
+    data_root: Path | None = None,
+) -> Plan:
+    """Every run of a sweep, all settings validated; `method.KEY=VALUE` sets an option of the method of any run.
+
+    With `seeds`, every run is planned once for each of them. With a data root, streams are cut to fit its classes.
+    """
     planned: dict[str, RunConfig] = {}
-    runs = read_runs(find_sweep(name))
+    runs = read_runs(find_sweep(sweep)) if isinstance(sweep, str | Path) else expand_blocks(sweep, "the sweep")
+    name = sweep if isinstance(sweep, str) else "given"
     for setting in settings:
         if runs and not any(applies(setting, given) for _, given in runs):
             raise ConfigError(f"--set {setting}: no run of the sweep {name!r} has that method or add-on.")
+    chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
     for location, given in runs:
         tree: dict[str, Any] = copy.deepcopy(dict(given))
         for setting in settings:
@@ -164,11 +216,13 @@ def plan(name: str, settings: Sequence[str] = ()) -> Plan:
                 is_option = setting.startswith("method.")
                 assign(tree, f"{given['method']}.{setting.removeprefix('method.')}" if is_option else setting)
         try:
-            config = resolve(tree)
-            check_names(config)
+            if data_root is not None:
+                tree, _ = complete_stream(tree, data_root)
+            configs = [resolve({**tree, **seed}) for seed in chosen]
+            check_names(configs[0])
         except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from None
-        planned[run_name(config)] = config
+        planned |= {run_name(config): config for config in configs}
     if not planned:
         raise ConfigError(f"the sweep {name!r} contains no runs.")
     return list(planned.items())
@@ -207,6 +261,9 @@ def data_key(config: RunConfig) -> str:
 
 def load_data(planned: Plan, data_root: Path | None, device: torch.device) -> dict[str, Dataset]:
     """Load each data set once, with one copy of its images on the device for all runs."""
+    from incvec.data import load_dataset
+    from incvec.engine.device_errors import translate_device_errors
+
     data: dict[str, Dataset] = {}
     for _, config in planned:
         if data_key(config) not in data:

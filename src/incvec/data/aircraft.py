@@ -11,21 +11,26 @@ images in one .npz file. Its images may have another format than JPEG, given by 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import shutil
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from incvec.atomic_files import write_bytes
 from incvec.data.dataset import IMAGENET_NORMALIZATION, Dataset
 from incvec.data.image_files import EXTENSIONS, load_files, map_files, open_image
 from incvec.data.listing import Files
-from incvec.errors import DataError, no_root
+from incvec.errors import DataError, no_root, shorten
+from incvec.text_files import read_bytes, read_text
 
 FOLDER = "fgvc-aircraft-2013b"
 URL = "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/archives/fgvc-aircraft-2013b.tar.gz"
 SIZE = 224
+MAX_NPZ = 16 << 30  # bytes
 PARTS = {"train": "trainval", "test": "test"}
 
 
@@ -46,21 +51,36 @@ def locate(root: str | Path | None) -> Path:
 def list_files(root: str | Path | None) -> tuple[Path, tuple[str, ...], dict[str, Files]]:
     """The folder, the variants, and the files of both parts with their labels; opens no image."""
     folder = locate(root)
-    variants = tuple(line.strip() for line in (folder / "variants.txt").read_text().splitlines() if line.strip())
+    variants = tuple(read_lines(folder / "variants.txt"))
     labels = {variant: label for label, variant in enumerate(variants)}
+    if len(labels) < len(variants):
+        raise DataError(f"{folder / 'variants.txt'} names a variant twice; expected every variant once")
     files = {}
     for part, split in PARTS.items():
         table = folder / f"images_variant_{split}.txt"
         if not table.is_file():
             raise DataError(f"{table} is missing: it lists the {split} images, in lines such as `1234567 707-320`")
         rows = []
-        for line in filter(None, map(str.strip, table.read_text().splitlines())):
+        for line in read_lines(table):
             name, _, variant = line.partition(" ")
             if variant not in labels:
-                raise DataError(f"{table} has an image of {variant!r}, which is not in variants.txt")
+                raise DataError(f"{table} has an image of {shorten(variant)}, which is not in variants.txt")
+            if "/" in name or not name.isprintable() or len(name) > 200:
+                raise DataError(f"{table} has an image {shorten(name)}, which is not the name of a file")
             rows.append((_find_image(folder / "images", name), labels[variant]))
+        missing = [variant for variant, label in labels.items() if label not in {label for _, label in rows}]
+        if missing or not rows:
+            raise DataError(f"{table} has no image of {shorten(missing[0]) if missing else 'any variant'}")
         files[part] = tuple(rows)
     return folder, variants, files
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a small text file, without blank ones."""
+    try:
+        return [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing") from None
 
 
 def _find_image(folder: Path, name: str) -> Path:
@@ -106,8 +126,8 @@ def check(root: str | Path) -> list[str]:
 
 # Copies ----------------------------------------------------------------------------------------------------
 
-# For each part: an image's name, its variant, and a function that writes its file.
-ImageWriters = dict[str, list[tuple[str, str, Callable[[Path], object]]]]
+# For each part: an image's name, its extension, its variant, and a function that writes its file.
+ImageWriters = dict[str, list[tuple[str, str, str, Callable[[Path], object]]]]
 
 
 def copy(source: Path, root: Path, variants: Sequence[str] | None = None) -> list[str]:
@@ -117,7 +137,7 @@ def copy(source: Path, root: Path, variants: Sequence[str] | None = None) -> lis
     and concatenated encoded images: their bytes in an array named after the format (`webp`, `jpg`, `png`), and the
     start of each and the end of the last in `offsets`. Bytes are copied, never encoded again.
     """
-    known, extension, parts = _read_npz(source) if source.suffix == ".npz" else _read_copy(source)
+    known, parts = _read_npz(source) if source.suffix == ".npz" else _read_copy(source)
     unknown = [name for name in variants or () if name not in known]
     if unknown:
         raise DataError(f"{source} has no variant {unknown[0]!r}; it has {', '.join(known[:5])}, ... ({len(known)})")
@@ -128,45 +148,59 @@ def copy(source: Path, root: Path, variants: Sequence[str] | None = None) -> lis
     (folder / "images").mkdir(parents=True, exist_ok=True)
     counts = []
     for part, split in PARTS.items():
-        rows = [row for row in parts[part] if row[1] in selected]
-        for name, _, write in rows:
+        rows = [row for row in parts[part] if row[2] in selected]
+        for name, extension, _, write in rows:
             write(folder / "images" / f"{name}{extension}")
-        lines = "".join(f"{name} {variant}\n" for name, variant, _ in rows)
-        (folder / f"images_variant_{split}.txt").write_text(lines)
+        lines = "".join(f"{name} {variant}\n" for name, _, variant, _ in rows)
+        write_bytes(folder / f"images_variant_{split}.txt", lines.encode(), DataError)
         counts.append(f"{len(rows)} {split}")
-    (folder / "variants.txt").write_text("".join(f"{name}\n" for name in selected))  # last: marks a complete copy
+    names = "".join(f"{name}\n" for name in selected)
+    write_bytes(folder / "variants.txt", names.encode(), DataError)  # last: marks a complete copy
     return [f"{len(selected)} variants, {' and '.join(counts)} images in {folder}"]
 
 
-def _read_copy(source: Path) -> tuple[tuple[str, ...], str, ImageWriters]:
+def _read_copy(source: Path) -> tuple[tuple[str, ...], ImageWriters]:
     _, known, files = list_files(source)
 
-    def row(path: Path, label: int) -> tuple[str, str, Callable[[Path], object]]:
-        return path.stem, known[label], lambda target: shutil.copyfile(path, target)
+    def row(path: Path, label: int) -> tuple[str, str, str, Callable[[Path], object]]:
+        return path.stem, path.suffix, known[label], lambda target: target.write_bytes(read_bytes(path))
 
-    extension = files["train"][0][0].suffix
-    return known, extension, {part: [row(path, label) for path, label in rows] for part, rows in files.items()}
+    missing = next((path for rows in files.values() for path, _ in rows if not path.is_file()), None)
+    if missing is not None:
+        raise DataError(f"{missing} is missing, or is not a file")
+    return known, {part: [row(path, label) for path, label in rows] for part, rows in files.items()}
 
 
-def _read_npz(source: Path) -> tuple[tuple[str, ...], str, ImageWriters]:
+def _read_npz(source: Path) -> tuple[tuple[str, ...], ImageWriters]:
     try:
-        with np.load(source) as file:  # refuses pickled arrays
+        with np.load(io.BytesIO(read_bytes(source, limit=MAX_NPZ))) as file:  # refuses pickled arrays
             arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        raise DataError(f"{source} does not exist") from None
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{source} cannot be read as arrays: {error}") from error
     format_ = next((name for name in ("webp", "jpg", "png") if name in arrays), None)
     missing = [name for name in ("label", "is_test", "class_names", "offsets") if name not in arrays]
     if missing or format_ is None:
         missing = missing or ["the images (webp, jpg or png)"]
         raise DataError(f"{source} lacks {', '.join(missing)}; it has {list(arrays)}")
-    known = tuple(str(name) for name in arrays["class_names"])
-    encoded, offsets = arrays[format_].tobytes(), arrays["offsets"].tolist()
+    known = tuple(str(name) for name in arrays["class_names"].reshape(-1))
+    label, is_test, offsets = (np.atleast_1d(arrays[name]) for name in ("label", "is_test", "offsets"))
+    encoded = arrays[format_].tobytes()
+    fits = label.shape == is_test.shape == (len(label),) and offsets.shape == (len(label) + 1,) and len(label) > 0
+    integers = all(array.dtype.kind in "iub" for array in (label, is_test, offsets))
+    if not (fits and integers and 0 <= label.min() <= label.max() < len(known)):
+        raise DataError(
+            f"{source}: `label`, `is_test` and `offsets` are not one number per image (and one more offset)"
+        )
+    if (np.diff(offsets.astype(np.int64)) < 0).any() or offsets[0] < 0 or offsets[-1] > len(encoded):
+        raise DataError(f"{source}: `offsets` are not places in the {len(encoded)} bytes of `{format_}`")
 
-    def row(i: int, label: int) -> tuple[str, str, Callable[[Path], object]]:
-        content = encoded[offsets[i] : offsets[i + 1]]
-        return f"{i:07d}", known[label], lambda target: target.write_bytes(content)
+    def row(i: int) -> tuple[str, str, str, Callable[[Path], object]]:
+        content = encoded[int(offsets[i]) : int(offsets[i + 1])]
+        return f"{i:07d}", f".{format_}", known[int(label[i])], lambda target: target.write_bytes(content)
 
     parts: ImageWriters = {part: [] for part in PARTS}
-    for i, (label, is_test) in enumerate(zip(arrays["label"].tolist(), arrays["is_test"].tolist(), strict=True)):
-        parts["test" if is_test else "train"].append(row(i, label))
-    return known, f".{format_}", parts
+    for i, test in enumerate(is_test.tolist()):
+        parts["test" if test else "train"].append(row(i))
+    return known, parts

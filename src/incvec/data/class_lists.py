@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from incvec.errors import ConfigError, DataError, nearest
+from incvec.text_files import read_text
 
 WNID = re.compile(r"n\d{8}")  # ImageNet's identifier of a class
 
@@ -126,10 +127,7 @@ def find_class_list(name: str | Path) -> ClassList:
             f"{str(name)!r} is neither a class list nor a file.{nearest(str(name), CLASS_LISTS)} Lists: "
             f"{', '.join(CLASS_LISTS)}; a file has one class name per line."
         )
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as a list of class names: {error}") from error
+    lines = read_text(path).splitlines()
     entries = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     first_words = [re.split(r"[\s,]", entry)[0] for entry in entries]
     names = [word if WNID.fullmatch(word) else entry for word, entry in zip(first_words, entries, strict=True)]

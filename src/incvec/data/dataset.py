@@ -7,24 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from incvec.config import Options
 from incvec.data.store.mapped import PackedImages
 from incvec.errors import ConfigError, DataError, nearest
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per channel
 Images = Tensor | PackedImages  # in memory, or in memory-mapped files
 IMAGENET_NORMALIZATION: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
-class DatasetOptions(Options):
-    """Options that every data set has."""
-
-    held_out: int | None = Field(
-        None, ge=2, description="evaluate on every n-th training image of a class, excluded from training"
-    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,87 +4,96 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from incvec.config import validate
-from incvec.data import aircraft, cifar, digits, folder, packed
-from incvec.data.dataset import Dataset, DatasetOptions, hold_out
-from incvec.data.folder import FolderOptions
-from incvec.data.image_files import Progress
-from incvec.data.layouts import list_images
-from incvec.data.listing import check_folder
-from incvec.data.packed import StoreOptions, SubsetOptions
-from incvec.data.store.open import is_store, verify_store
-from incvec.errors import ConfigError, DataError, nearest
+from incvec.data.options import DatasetOptions, FolderOptions, StoreOptions, SubsetOptions
+from incvec.errors import ConfigError, DataError, nearest, shorten
 from incvec.registry import DATASETS as REGISTERED
 from incvec.registry import Registry
+
+if TYPE_CHECKING:
+    from incvec.data.dataset import Dataset
+    from incvec.data.image_files import Progress
 
 Root = str | Path | None
 
 
 @dataclass(frozen=True)
 class DatasetEntry:
-    """A data set that can be loaded by name."""
+    """A data set that can be loaded by name. Those of this package import the module that loads them when they are."""
 
     summary: str
     source: str  # the paper, or where the data come from
     load: Callable[[Root, Any], Dataset]  # from the data root and the validated options
     Options: type[DatasetOptions] = DatasetOptions
     download: Callable[[Root], None] | None = None
+    # The number of classes, without reading images, if it depends on the data root: a stream is then cut to fit.
+    count_classes: Callable[[Root, Any], int] | None = None
+
+
+def _module(name: str) -> Any:
+    return import_module(f"incvec.data.{name}")
+
+
+def _load_packed(name: str) -> Callable[[Root, Any], Dataset]:
+    return lambda root, options: _module("packed").load(name, root, options)
 
 
 BUILTINS = {
     "aircraft": DatasetEntry(
         "FGVC-Aircraft by variant: 6,667 training (trainval) and 3,333 test images, 100 classes; torchvision's layout",
         "Maji et al., Fine-grained visual classification of aircraft, 2013, https://arxiv.org/abs/1306.5151",
-        lambda root, _: aircraft.load(root),
+        lambda root, _: _module("aircraft").load(root),
     ),
     "cifar100": DatasetEntry(
         "CIFAR-100: 50,000 training and 10,000 test images, 32 x 32, 100 classes",
         "Krizhevsky, Learning multiple layers of features from tiny images, 2009, "
         "https://www.cs.toronto.edu/~kriz/cifar.html",
-        lambda root, _: cifar.load(root),
-        download=cifar.download,
+        lambda root, _: _module("cifar").load(root),
+        download=lambda root: _module("cifar").download(root),
     ),
     "digits": DatasetEntry(
         "scikit-learn's 1,797 handwritten digits, 8 x 8, 10 classes; embedded, no download",
         "Alpaydin and Kaynak, Optical recognition of handwritten digits, UCI repository, 1998, "
         "https://doi.org/10.24432/C50P49",
-        lambda root, _: digits.load(),
+        lambda root, _: _module("digits").load(),
     ),
     "folder": DatasetEntry(
         "your own images: train/ and test/ (or val/) with one folder per class, or one folder split by a rule",
         "the layout of torchvision's ImageFolder, "
         "https://docs.pytorch.org/vision/stable/generated/torchvision.datasets.ImageFolder.html",
-        folder.load,
+        lambda root, options: _module("folder").load(root, options),
         FolderOptions,
+        count_classes=lambda root, options: _module("folder").count_classes(root, options),
     ),
     "imagenet-subset": DatasetEntry(
         "ImageNet-Subset: 100 classes of ImageNet, from a packed store of them or of all; other lists by class_list",
         "Deng et al., ImageNet: a large-scale hierarchical image database, 2009, https://www.image-net.org",
-        partial(packed.load, "imagenet-subset"),
+        _load_packed("imagenet-subset"),
         SubsetOptions,
     ),
     "imagenet": DatasetEntry(
         "ImageNet (ILSVRC 2012): 1.28 million training and 50,000 validation images, 1,000 classes; a packed store",
         "Russakovsky et al., ImageNet large scale visual recognition challenge, 2015, https://arxiv.org/abs/1409.0575",
-        partial(packed.load, "imagenet"),
+        _load_packed("imagenet"),
         StoreOptions,
     ),
     "tiny-imagenet-100": DatasetEntry(
         "100 of Tiny-ImageNet's 200 classes: 50,000 training and 5,000 validation images, 64 x 64, packed or as files",
         "Le and Yang, Tiny ImageNet visual recognition challenge, 2015, https://cs231n.stanford.edu/tiny-imagenet-200.zip",
-        partial(packed.load, "tiny-imagenet-100"),
+        _load_packed("tiny-imagenet-100"),
         SubsetOptions,
     ),
     "packed": DatasetEntry(
         "any packed store of your own images, made by the command data pack",
         "this package's format, read as torchvision's ImageFolder is, "
         "https://docs.pytorch.org/vision/stable/generated/torchvision.datasets.ImageFolder.html",
-        partial(packed.load, "packed"),
+        _load_packed("packed"),
         SubsetOptions,
+        count_classes=lambda root, options: _module("packed").count_classes(root, options),
     ),
 }
 
@@ -94,7 +103,7 @@ DATASETS.add_builtins(BUILTINS)
 
 def find_dataset(name: str) -> DatasetEntry:
     if name not in DATASETS:
-        raise ConfigError(f"unknown data set {name!r}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}.")
+        raise ConfigError(f"unknown data set {shorten(name)}.{nearest(name, DATASETS)} Known: {', '.join(DATASETS)}.")
     return DATASETS[name]
 
 
@@ -123,6 +132,8 @@ def load_dataset(name: str, root: Root = None, download: bool = False, **options
             raise ConfigError(f"{name!r} is never downloaded; only {able} can be.")
         entry.download(root)
     dataset = entry.load(root, validated)
+    from incvec.data.dataset import hold_out
+
     return dataset if validated.held_out is None else hold_out(dataset, validated.held_out)
 
 
@@ -131,6 +142,11 @@ def check(root: str | Path, progress: Progress | None = None) -> list[str]:
 
     Returns the lines of a report, or raises a `DataError`.
     """
+    from incvec.data import aircraft, cifar, folder
+    from incvec.data.layouts import list_images
+    from incvec.data.listing import check_folder
+    from incvec.data.store.open import is_store, verify_store
+
     expected = (
         f"{cifar.FOLDER}/, {aircraft.FOLDER}/, a packed store, train/ and test/ (or val/), or one folder per class"
     )

@@ -7,28 +7,24 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from pydantic import Field
 from torch import Tensor
 
-from incvec.data.dataset import IMAGENET_NORMALIZATION, Dataset, DatasetOptions
+from incvec.data.dataset import IMAGENET_NORMALIZATION, Dataset
 from incvec.data.image_files import Progress, load_files, map_files, open_image
 from incvec.data.layouts import list_folder_dataset
-from incvec.data.listing import TEST_EVERY, Listing
+from incvec.data.listing import Listing
+from incvec.data.options import FolderOptions
 from incvec.errors import DataError
 
 SHOWN = 50  # unreadable images in one message
 
 
-class FolderOptions(DatasetOptions):
-    """Options of the data set `folder`."""
-
-    image_size: int = Field(64, ge=1, description="side of the square images, in pixels")
-    test_every: int = Field(TEST_EVERY, ge=2, description="without train/, every n-th file of a class is a test image")
-    test_folder: str | None = Field(None, description="folder of the test images, if neither test/ nor val/")
-
-
 def load(root: str | Path | None, options: FolderOptions) -> Dataset:
     return load_listing(list_folder_dataset(root, options.test_every, options.test_folder), options.image_size)
+
+
+def count_classes(root: str | Path | None, options: FolderOptions) -> int:
+    return len(list_folder_dataset(root, options.test_every, options.test_folder).classes)
 
 
 def load_listing(listing: Listing, size: int) -> Dataset:

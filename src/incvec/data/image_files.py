@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +38,15 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # the transpose that makes an image of that orientation upright
+
+
+def available_memory() -> int:
+    """Bytes that this machine can give to a program without swapping; on other systems than Linux, all it has."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager
@@ -107,6 +116,12 @@ def map_files(
 
 def load_files(files: Sequence[tuple[Path, int]], size: int) -> tuple[Tensor, Tensor]:
     """Images uint8 [N, 3, size, size] and labels int64 [N] of the listed files."""
+    needed, free = len(files) * 3 * size**2, available_memory()
+    if needed > free:
+        raise DataError(
+            f"{len(files)} images of {size} x {size} take {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are "
+            "free: choose a smaller image_size, or pack them with `incvec data pack`"
+        )
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
 
     def load(row: int, path: Path) -> None:

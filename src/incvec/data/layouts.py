@@ -21,7 +21,6 @@ from pathlib import Path
 
 from incvec.data.class_lists import WNID, ClassList
 from incvec.data.listing import (
-    TEST_EVERY,
     TEST_FOLDERS,
     Listing,
     check_folder,
@@ -33,7 +32,9 @@ from incvec.data.listing import (
     make_listing,
     subfolders,
 )
+from incvec.data.options import TEST_EVERY
 from incvec.errors import ConfigError, DataError, nearest
+from incvec.text_files import read_text
 
 LAYOUTS = ("imagenet", "tiny-imagenet", "folder")
 DEVKIT = "ILSVRC2012_validation_ground_truth.txt"
@@ -191,16 +192,13 @@ def _classify_flat(
 
 def _read_ground_truth(file: Path, stems: Sequence[str], train_classes: Sequence[str]) -> dict[str, str]:
     """Class by image name without extension."""
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read as a ground truth: {error}") from error
+    lines = [line for line in read_text(file).splitlines() if line.strip()]
     rows = [re.split(r"[\s,]+", line.strip()) for line in lines]
     if rows and rows[0][0].lower() == "imageid":
         rows = rows[1:]
     if not rows:
         raise DataError(f"{file} is empty; expected a line for each of {len(stems)} images")
-    if all(len(row) == 1 and row[0].isdigit() for row in rows):
+    if all(len(row) == 1 and row[0].isdecimal() for row in rows):
         return _read_devkit(file, [int(row[0]) for row in rows], stems)
     incomplete = next((row for row in rows if len(row) < 2), None)
     if incomplete is not None:
@@ -208,7 +206,7 @@ def _read_ground_truth(file: Path, stems: Sequence[str], train_classes: Sequence
             f"{file}: the line {' '.join(incomplete)!r} has no class; expected an image's name and its class"
         )
     names, classes = [Path(row[0]).stem for row in rows], [row[1] for row in rows]
-    if all(text.isdigit() for text in classes):
+    if all(text.isdecimal() for text in classes):
         # Indices count all classes: with a part of the training folders they would name the wrong ones.
         highest = max(map(int, classes))
         if highest != len(train_classes) - 1:

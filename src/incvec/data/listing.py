@@ -13,10 +13,10 @@ from pathlib import Path
 
 from incvec.data.class_lists import ClassList
 from incvec.data.image_files import EXTENSIONS
+from incvec.data.options import TEST_EVERY
 from incvec.data.store.open import is_store
 from incvec.errors import DataError, no_root
 
-TEST_EVERY = 5
 TEST_FOLDERS = ("test", "val")
 Files = tuple[tuple[Path, int], ...]  # path and label
 
@@ -120,8 +120,13 @@ def _list_split(root: Path, test_folder: str | None, class_list: ClassList | Non
     return make_listing(root, ("train", train), (chosen, test), ignored_train + ignored_test, split)
 
 
-def class_files(folder: Path, class_list: ClassList | None = None) -> tuple[dict[str, list[Path]], int]:
-    """The sorted image files of every class folder (of the listed ones), and the number of other files."""
+def class_files(
+    folder: Path, class_list: ClassList | None = None, at_least: int = 2
+) -> tuple[dict[str, list[Path]], int]:
+    """The sorted image files of every class folder (of the listed ones), and the number of other files.
+
+    `at_least` is the number of class folders expected.
+    """
     names = subfolders(folder)
     if class_list is not None:
         missing = sorted(set(class_list.classes) - set(names))
@@ -134,10 +139,10 @@ def class_files(folder: Path, class_list: ClassList | None = None) -> tuple[dict
                 "choose other images, or another list of classes"
             )
         names = class_list.classes
-    if len(names) < 2:
+    if len(names) < at_least:
         hint = ". It is a packed store: open it with --dataset packed" if is_store(folder) else ""
         raise DataError(
-            f"{folder} has {len(names)} class folder(s), expected one per class for 2 classes or more{hint}"
+            f"{folder} has {len(names)} class folder(s), expected one per class for {at_least} classes or more{hint}"
         )
     files: dict[str, list[Path]] = {}
     ignored = 0

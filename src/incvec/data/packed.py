@@ -10,32 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from incvec.data.class_lists import WNID, ClassList, find_class_list
-from incvec.data.dataset import IMAGENET_NORMALIZATION, Dataset, DatasetOptions
+from incvec.data.dataset import IMAGENET_NORMALIZATION, Dataset
 from incvec.data.folder import load_listing
 from incvec.data.layouts import list_images
-from incvec.data.store.mapped import PackedImages, Placement
+from incvec.data.options import StoreOptions, SubsetOptions
+from incvec.data.store.mapped import PackedImages
 from incvec.data.store.open import Store, is_store, open_store
 from incvec.data.views import CENTER_FRACTION
 from incvec.errors import ConfigError, DataError, no_root
 
 LARGE = 128  # stored sides from here on get resized crops, smaller ones padded crops
-
-
-class StoreOptions(DatasetOptions):
-    """Options of every data set in a packed store."""
-
-    image_size: int | None = Field(None, ge=1, description="input side of the network; none: 7/8 of a large side")
-    placement: Placement | None = Field(None, description="on the device or streamed to it; none: by its free memory")
-
-
-class SubsetOptions(StoreOptions):
-    """Options of data sets that may be a part of a store."""
-
-    class_list: str | None = Field(None, description="some of the classes: the name of a list, or a file")
 
 
 @dataclass(frozen=True)
@@ -89,6 +76,16 @@ def load(name: str, root: str | Path | None, options: StoreOptions) -> Dataset:
             f"--set image_size={dataset.about['seen']}."
         )
     return dataset
+
+
+def count_classes(root: str | Path | None, options: SubsetOptions) -> int:
+    """The number of classes of the data set `packed`."""
+    if options.class_list is not None:
+        return len(find_class_list(options.class_list).classes)
+    if root is None:
+        raise no_root("'packed'", "the packed store, made by `incvec data pack SRC DST`")
+    path = Path(root).expanduser()
+    return len(open_store(path / "packed" if is_store(path / "packed") and not is_store(path) else path).classes)
 
 
 def _pack_command(name: str, class_list: str | None, source: str) -> str:

@@ -80,6 +80,16 @@ def split(n_classes: int, base: int, increments: int) -> tuple[Task, ...]:
             message += f"; with {increments} increments, a base of {closest} is possible"
         raise ConfigError(message)
     sizes = ([base] if base else []) + [rest // increments] * increments if increments else [base]
+    return make_tasks(n_classes, sizes)
+
+
+def make_tasks(n_classes: int, sizes: Sequence[int]) -> tuple[Task, ...]:
+    """Tasks of the given numbers of classes, which add up to `n_classes`."""
+    if min(sizes, default=0) < 1 or sum(sizes) != n_classes:
+        raise ConfigError(
+            f"tasks of {list(sizes)} classes for {n_classes} classes: expected numbers of 1 or more that add up to "
+            f"{n_classes}"
+        )
     lasts = np.cumsum(sizes).tolist()
     return tuple(
         Task(index=i, first=last - size, last=last, of=len(sizes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -13,11 +14,15 @@ from incvec.addons import find_addon
 from incvec.config import RunConfig
 from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
+from incvec.data.image_files import available_memory
 from incvec.data.memory import quota
+from incvec.data.stream import make_tasks
+from incvec.data.views import ResizedViews
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
-from incvec.nets import check_backbone, kernels
+from incvec.nets import kernels
+from incvec.presets import check_names
 
 
 @dataclass
@@ -52,6 +57,11 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of that name. With several processes on a machine, "cuda" is the GPU of this one's local rank."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] == "mps":
+        raise ConfigError(
+            "device 'mps' is not supported: incvec was never run on Apple's GPUs, and parts of it need float64, which "
+            "torch does not have there. Use --device cpu; that is what auto selects on a Mac."
+        )
     unknown = ConfigError(f"device {name!r} is not known; expected auto, cpu, cuda or cuda:N.")
     try:
         device = torch.device(name)
@@ -73,29 +83,6 @@ def pick_device(name: str, local_rank: int | None = None) -> torch.device:
     return device
 
 
-def check_names(config: RunConfig) -> None:
-    """Refuse unknown names, incompatible add-ons and impossible options before any data is loaded."""
-    method = find_method(config.method)
-    before: list[str] = []
-    for name in config.addons:
-        if name in before:
-            raise ConfigError(f"add-on {name!r} is given twice.")
-        reason = find_addon(name).incompatibility(method, before)
-        if reason:
-            raise ConfigError(
-                f"add-on {name!r} cannot be combined with {' + '.join([config.method, *before])}: {reason}"
-            )
-        before.append(name)
-    options = config.options(config.method, method.Options)
-    if not method.pretrained and hasattr(options, "net"):  # pre-trained methods validate theirs
-        check_backbone(options.net)
-    for name in config.addons:
-        addon = find_addon(name)
-        reason = addon.incompatible_options(config.options(name, addon.Options), method, options)
-        if reason:
-            raise ConfigError(f"add-on {name!r} cannot be combined with {config.method} with these settings: {reason}")
-
-
 def make_autocast(device: torch.device, precision: str) -> Any:
     """A function that returns a new mixed-precision context. The weight cache is off: a graph must not capture it."""
 
@@ -115,7 +102,12 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     options = config.options(config.method, kind.Options)
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
-    tasks = split(n_classes, n_classes, 0) if kind.joint else split(n_classes, config.base_classes, config.tasks)
+    if kind.joint:
+        tasks = split(n_classes, n_classes, 0)
+    elif config.task_sizes is not None:
+        tasks = make_tasks(n_classes, config.task_sizes)
+    else:
+        tasks = split(n_classes, config.base_classes, config.tasks)
     if config.stop_after is not None and config.stop_after > len(tasks):
         raise ConfigError(
             f"stop_after={config.stop_after}: the stream has {len(tasks)} tasks. Give 1 to {len(tasks)}, or leave it "
@@ -161,7 +153,29 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     for name in config.addons:
         cls = find_addon(name)
         addons.append(cls(config.options(name, cls.Options), world, method))
+    check_memory(config, method, addons, device)
     return RunParts(world, method, addons, test, trained, order, engine, precision)
+
+
+def check_memory(config: RunConfig, method: Method, addons: Sequence[AddOn], device: torch.device) -> None:
+    """Refuse options with which a run cannot fit into the memory of the device."""
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else available_memory()
+    parts: list[Method | AddOn] = [method, *addons]
+    for part in parts:
+        for option, needed in part.memory().items():
+            if needed > total:
+                raise ConfigError(
+                    f"setting {part.name}.{option} = {config.sections[part.name][option]} needs {needed / 1e9:.0f} GB "
+                    f"of memory or more, and {device} has {total / 1e9:.0f} GB: lower it."
+                )
+
+
+def describe_preprocessing(parts: RunParts) -> dict[str, Any]:
+    """How an image becomes the network's input: short side to `stored` pixels, center square of `side`."""
+    views, side = parts.test.views, parts.world.image_shape[-1]
+    stored = views.stored if isinstance(views, ResizedViews) else side
+    mean, std = (values.flatten().tolist() for values in (views.mean, views.std))
+    return {"side": side, "stored": stored, "mean": mean, "std": std}
 
 
 def grow(parts: RunParts, task: Task, seed: int) -> None:

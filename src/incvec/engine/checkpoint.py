@@ -7,26 +7,33 @@ one, the structure is grown task by task as the run grew it, then the values are
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from incvec.atomic_files import Writer, read_tensors, write_tensors
-from incvec.config import RunConfig, differences
+from incvec.atomic_files import START_AGAIN, Writer, check_fits, read_tensors, write_tensors
+from incvec.config import RunConfig, differences, first_problem
 from incvec.data import Dataset
 from incvec.data.stream import split
 from incvec.engine import events as ev
-from incvec.engine.build import RunParts, grow
+from incvec.engine.build import RunParts, describe_preprocessing, grow
 from incvec.engine.code_version import code_version
+from incvec.engine.device_errors import is_out_of_memory
 from incvec.engine.loop import StageLoop
-from incvec.errors import CheckpointError
+from incvec.engine.record import Progress
+from incvec.errors import CheckpointError, shorten
 from incvec.presets import complete_settings
 
 SAVE_INTERVAL = 20  # in durations of the last write: at most 5 % of the time is spent on saving
+
+REMOVE_BASE = "Remove it: the next run trains the base task again."
 
 Namespaces = dict[str, dict[str, Tensor]]
 
@@ -92,6 +99,9 @@ def describe(
         "grown": position.task - 1 if (position.stage, position.epoch) == (0, 0) else position.task,
         "config": config.resolved(),
         "class_order": parts.order,
+        "classes": list(parts.world.class_names),  # by label
+        "task_sizes": [task.n_new for task in parts.world.tasks],
+        "preprocessing": describe_preprocessing(parts),
         "fingerprint": dataset.fingerprint,
         "code": code_version(config.method),
         "progress": dict(progress),
@@ -103,6 +113,81 @@ def describe(
 def adopted_meta(config: RunConfig, meta: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of another run's snapshot when this run starts from it and copies it into its folder."""
     return {key: meta[key] for key in meta if key not in ("format", "hashes")} | {"config": config.resolved()}
+
+
+# The header -------------------------------------------------------------------------------------------------
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class SavedConfig(BaseModel):
+    """The settings of a header that are read one by one. The others are compared as a whole, or resolved again."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    method: str
+    addons: list[str]
+    tasks: Count
+    base_classes: Count
+
+    @model_validator(mode="after")
+    def has_sections(self) -> SavedConfig:
+        for name in (self.method, *self.addons):
+            if not isinstance((self.model_extra or {}).get(name, {}), dict):
+                raise ValueError(f"the settings of {name} are not a mapping")
+        return self
+
+
+class Header(BaseModel):
+    """What the JSON of a checkpoint, a shared base or a snapshot has to contain."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    kind: Literal["checkpoint", "base", "snapshot"]
+    position: tuple[Count, Count, Count]
+    grown: Annotated[int, Field(ge=-1)]
+    config: SavedConfig
+    class_order: list[Count]
+    fingerprint: str
+    code: str
+    progress: Progress
+    engine: str
+    precision: str = ""  # not in the first files
+
+    @model_validator(mode="after")
+    def consistent(self) -> Header:
+        task, *rest = self.position
+        if self.grown != task - (rest == [0, 0]):
+            raise ValueError(f"grown is {self.grown}, which does not belong to position {list(self.position)}")
+        if self.kind == "checkpoint" and any(len(rows) != task for rows in self.progress.correct.values()):
+            raise ValueError(f"progress.correct does not have a row for each of {task} tasks")
+        return self
+
+
+def check_header(meta: Mapping[str, Any], path: Path, remedy: str = START_AGAIN) -> None:
+    """Refuse a file whose JSON is not that of a run: the hashes of a file that someone else made may be right."""
+    try:
+        Header.model_validate_json(json.dumps(meta))
+    except ValidationError as error:
+        key, given, problem = first_problem(error)
+        found = f"{key} is {shorten(given)}: " if key else ""
+        raise CheckpointError(f"{path} has an invalid header: {found}{problem}. {remedy}") from None
+
+
+@contextmanager
+def restoring(path: Path, remedy: str = START_AGAIN) -> Iterator[None]:
+    """Raise errors that the tensors of a file cause while they are loaded as errors of that file."""
+    try:
+        yield
+    except (KeyError, IndexError, ValueError, TypeError, RuntimeError) as error:
+        if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
+            raise
+        raise CheckpointError(
+            f"the saved tensors of {path} cannot be restored ({type(error).__name__}: {error}): they were modified, or "
+            f"written by another version. {remedy}"
+        ) from error
+    except CheckpointError as error:
+        raise error if str(path) in str(error) else CheckpointError(f"{path}: {error}") from error
 
 
 # Restoring --------------------------------------------------------------------------------------------------
@@ -147,10 +232,9 @@ def copy_weights(title: str, live: Mapping[str, Tensor], saved: Mapping[str, Ten
         )
     with torch.no_grad():
         for name, tensor in saved.items():
-            if live[name].shape != tensor.shape:
-                raise CheckpointError(
-                    f"saved tensor {name!r} has shape {tuple(tensor.shape)}, expected {tuple(live[name].shape)}."
-                )
+            check_fits(name, tensor, live[name])
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise CheckpointError(f"saved tensor {name!r} has values that are not finite.")
             live[name].copy_(tensor)
 
 
@@ -177,6 +261,7 @@ def check_images(dataset: Dataset, saved: str, path: Path) -> None:
 
 def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any], path: Path) -> str:
     """Refuse a checkpoint of another run. Returns a notice if the code has changed since it was written."""
+    check_header(meta, path)
     if meta.get("kind") != "checkpoint":
         raise CheckpointError(f"{path} is not a checkpoint but a {meta.get('kind')}; move it away to start again.")
     check_config(config, meta["config"], path)
@@ -184,6 +269,15 @@ def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any
     if meta["code"] != code_version(config.method):
         return "the code has changed since the checkpoint that this run resumes from"
     return ""
+
+
+def read_base(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The shared base in a file, whose name is the hash of what it was trained with."""
+    tensors, meta = read_tensors(path, REMOVE_BASE)
+    check_header(meta, path, REMOVE_BASE)
+    if meta["kind"] != "base":
+        raise CheckpointError(f"{path} is not a shared base but a {meta['kind']}. {REMOVE_BASE}")
+    return tensors, meta
 
 
 def read_start(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -203,6 +297,7 @@ def check_start(
 ) -> None:
     """A run may start from another's snapshot if both have the same past: network, classes, add-ons."""
     prefix = f"cannot start from {config.start}"
+    check_header(meta, Path(str(config.start)), "Give another snapshot, or leave start out.")
     if meta.get("kind") != "snapshot":
         raise CheckpointError(f"{prefix}: it is a {meta.get('kind')}, not a snapshot of a task.")
     grown = meta["grown"]
@@ -217,7 +312,8 @@ def check_start(
         raise CheckpointError(f"{prefix}: it is of {other['method']}, this run is {method} with {net}.")
     if meta["class_order"][:seen] != parts.order[:seen] or meta["fingerprint"] != dataset.fingerprint:
         raise CheckpointError(f"{prefix}: its classes so far, or their images, differ from this run's.")
-    theirs = [task.n_new for task in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
+    sizes = other.get("task_sizes")
+    theirs = sizes or [t.n_new for t in split(len(meta["class_order"]), other["base_classes"], other["tasks"])]
     ours = [task.n_new for task in parts.tasks]
     if theirs[: grown + 1] != ours[: grown + 1]:
         raise CheckpointError(

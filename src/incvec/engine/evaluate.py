@@ -1,4 +1,4 @@
-"""Evaluation: correct predictions per class for every classifier of a method, read from the device once."""
+"""Evaluation: predictions counted by class for every classifier of a method, read from the device once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 
 
 @torch.no_grad()
-def correct_by_class(
+def confusion_by_classifier(
     method: Method,
     world: World,
     test: Source,
@@ -23,8 +23,10 @@ def correct_by_class(
     task: Task,
     distributed: Distributed = SINGLE_PROCESS,
     encoded: list[Tensor] | None = None,
-) -> dict[str, list[int]]:
-    """The number of correctly classified test rows of each class seen, by classifier.
+) -> dict[str, Tensor]:
+    """How often test rows of each class seen (rows) were classified as each class (columns), by classifier, on the CPU.
+
+    The diagonal has the correct ones.
 
     Every forward pass has the same shape (the last chunk is padded with rows of weight 0), so that a compiled network
     is compiled once. Each process evaluates its share of the rows, and the counts are summed.
@@ -50,10 +52,11 @@ def correct_by_class(
             batch = test.fetch(part, world.generator, ("test",))
             scores = score(batch.images)
         for name, values in scores.items():
-            correct = (values[:, : task.n_seen].argmax(1) == batch.labels).float() * weight
-            total = counts.setdefault(name, torch.zeros(task.n_seen, device=rows.device))
-            total.index_add_(0, batch.labels, correct)
-    return {name: [int(value) for value in distributed.sum_(total).tolist()] for name, total in counts.items()}
+            cells = batch.labels * task.n_seen + values[:, : task.n_seen].argmax(1)
+            total = counts.setdefault(name, torch.zeros(task.n_seen**2, device=rows.device))
+            total.index_add_(0, cells, weight)
+    sums = {name: distributed.sum_(total).cpu() for name, total in counts.items()}
+    return {name: total.round().long().view(task.n_seen, task.n_seen) for name, total in sums.items()}
 
 
 def encode_rows(method: Method, world: World, test: Source, rows: Tensor, encoded: list[Tensor]) -> FeatureSource:

@@ -65,6 +65,7 @@ class Saved(Event):
 @dataclass(frozen=True)
 class Notice(Event):
     text: str
+    warning: bool = False  # something is probably not intended
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from incvec.atomic_files import check_fits
 from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.data import Streamed
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
@@ -240,4 +241,5 @@ class StageLoop:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, tensor in self.state().items():
+                check_fits(f"loop/{name}", state[name], tensor)
                 tensor.copy_(state[name])

@@ -7,21 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ConfigDict
+
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
-from incvec.engine.build import RunParts
+from incvec.engine.build import RunParts, describe_preprocessing
 from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
 ALL_EPOCHS, EVERY = 20, 5  # longer stages are recorded with the losses of every fifth epoch
+MAX_CONFUSION = 50  # classes; a larger confusion matrix would be most of the record
 
 
 @dataclass
 class Progress:
     """A run's results so far, as plain JSON values."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # of the header of a checkpoint
+
     correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
+    confusion: list[list[int]] = field(default_factory=list)  # after the last task: class -> predicted class
     losses: list[dict[str, Any]] = field(default_factory=list)  # one row per stage
     statistics: list[dict[str, Any]] = field(default_factory=list)  # one row per task, by add-on
     task_seconds: list[float] = field(default_factory=list)
@@ -93,6 +99,9 @@ def make_record(
         "correct": progress.correct,
         "class_counts": by_class,
         "class_order": parts.order,
+        "class_names": [dataset.class_names[label] for label in parts.order[: len(by_class)]],
+        "confusion": progress.confusion or None,
+        "preprocessing": describe_preprocessing(parts),
         "config": settings,
         "seconds": seconds,
         "task_seconds": progress.task_seconds,

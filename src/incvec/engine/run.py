@@ -148,7 +148,7 @@ class Run:
             for text in [changed, *self._notices(state)]:
                 if text:
                     state.progress.add_notice(text)
-                    yield ev.Notice(text)
+                    yield ev.Notice(text, warning=True)
             yield ev.Started(self.name, len(state.parts.tasks), state.parts.engine, str(self.device), resumed)
             yield from self._load_or_lock_base(state)
             if (finished := self._finished()) is not None:  # by another process, while this one waited for its base
@@ -219,7 +219,8 @@ class Run:
         if self.checkpoint_path.exists():
             tensors, meta = read_tensors(self.checkpoint_path)
             changed = checkpoints.check_checkpoint(self.config, self.dataset, meta, self.checkpoint_path)
-            state.load(tensors, meta)
+            with checkpoints.restoring(self.checkpoint_path):
+                state.load(tensors, meta)
             task, stage, epoch = state.position
             resumed = f"task {task + 1}, stage {stage + 1}, epoch {epoch}"
         elif self.config.start:
@@ -236,7 +237,8 @@ class Run:
     def _load_start(self, state: RunState, path: Path) -> None:
         tensors, meta = checkpoints.read_start(path)
         checkpoints.check_start(self.config, self.dataset, state.parts, tensors, meta)
-        state.load(checkpoints.trained_tensors(tensors), meta)
+        with checkpoints.restoring(path, "Give another snapshot, or leave start out."):
+            state.load(checkpoints.trained_tensors(tensors), meta)
         shared = checkpoints.is_own_base(self.config, state.parts, meta)
         state.progress.base = {"snapshot": self.config.start, "code": meta["code"], "shared": shared}
         copy = self.snapshot_path(meta["grown"])  # the study looks for all snapshots of a run in its folder
@@ -285,8 +287,9 @@ class Run:
             if distributed.is_main:
                 remove_temporaries(self.bases, base.file.name)
             if distributed.broadcast_bool(base.exists()) and state.position == Position():
-                tensors, meta = read_tensors(base.file)
-                state.load(tensors, meta, addons=False)
+                tensors, meta = checkpoints.read_base(base.file)
+                with checkpoints.restoring(base.file, checkpoints.REMOVE_BASE):
+                    state.load(tensors, meta, addons=False)
                 state.progress.base = {"key": base.key, "shared": True}
                 self._release_base()
                 yield ev.Notice(f"base task loaded from {base.file}")

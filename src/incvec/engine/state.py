@@ -20,6 +20,7 @@ from incvec.engine.estimate import Estimate
 from incvec.engine.loop import StageLoop
 from incvec.engine.record import Progress
 from incvec.engine.seeds import derive
+from incvec.errors import CheckpointError
 
 
 class RunState:
@@ -75,6 +76,7 @@ class RunState:
     def load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
         """Continue from a checkpoint, a shared base (`addons=False`) or a snapshot."""
         self.drop_loop()
+        self._check_position(Position(*meta["position"]))
         namespaces = checkpoints.restore(self.parts, tensors, meta, self.config.seed, addons)
         device = self.parts.world.device
         if "fisher" in namespaces:
@@ -87,6 +89,14 @@ class RunState:
             stage = self.parts.plan(task)[self.position.stage]
             self.loop = self.make_loop(task, stage, namespaces["loop"]["rows"].to(device))
             self.loop.load_state(namespaces["loop"])
+
+    def _check_position(self, position: Position) -> None:
+        """Refuse a position that this run never has; it would continue behind its end."""
+        tasks, plan = self.parts.tasks, self.parts.plan
+        stages = plan(tasks[position.task]) if position.task < len(tasks) else []
+        epochs = stages[position.stage].epochs if position.stage < len(stages) else 0
+        if position.task > len(tasks) or position.stage > len(stages) or position.epoch > epochs:
+            raise CheckpointError(f"its position {tuple(position)} is behind the end of this run.")
 
     def save_due(self) -> bool:
         return self.distributed.is_main and self.saver.due()

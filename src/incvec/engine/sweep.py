@@ -3,7 +3,8 @@
 A sweep file has the keys `name`, `summary` and `runs`, a list of blocks. A block is a run's configuration in which
 lists are varied, also inside a section (`podnet: {memory: [5, 10, 20]}`). It expands to all combinations of their
 values. Settings that are lists themselves are varied over lists of lists: `addons: [ivt]` and `milestones: [80, 120]`
-are one value, `[[80, 120], [60]]` are two.
+are one value, `[[80, 120], [60]]` are two. The section of a method or add-on applies to the runs of the block that have
+it: with `addons: [[], [ivt]]` and `ivt: {interval: [5, 10]}` there are three runs.
 
 A sweep may have a `check`. The first run that matches its `of` (settings, such as `method: zeroshot`) is trained before
 all others. If its `metric` differs from `expected` by more than `within`, the others are not run.
@@ -13,33 +14,22 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-import torch
-import yaml
+from incvec.addons import ADDONS, declared_addon
+from incvec.config import RunConfig, digest, read_yaml
+from incvec.errors import ConfigError, nearest, shorten
+from incvec.methods import METHODS, declared_method
 
-from incvec.addons import ADDONS, find_addon
-from incvec.config import RunConfig
-from incvec.errors import ConfigError, nearest
-from incvec.methods import METHODS, find_method
+if TYPE_CHECKING:
+    import torch
 
 KEYS = ("name", "summary", "check", "runs")
 METRICS = ("AA", "LA", "FM")
-
-
-class Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number; YAML 1.1 reads it as a string."""
-
-
-Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
+MAX_RUNS = 10_000  # of a sweep
 
 
 @dataclass(frozen=True)
@@ -62,10 +52,7 @@ class Check:
 
 
 def read_content(path: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.load(path.read_text(), Loader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not a sweep: {error}.") from None
+    content = read_yaml(path)
     if not isinstance(content, Mapping) or not isinstance(content.get("runs"), list):
         raise ConfigError(f"{path} is not a sweep: it needs `runs`, a list of blocks.")
     for key in content:
@@ -86,19 +73,21 @@ def read_check(path: Path) -> Check | None:
         check = Check(**given)
     except TypeError:
         raise ConfigError(
-            f"{path}: `check` takes of, metric, expected, within and hint; given was {given!r}."
+            f"{path}: `check` takes of, metric, expected, within and hint; given was {shorten(given)}."
         ) from None
     if not isinstance(check.of, Mapping):
-        raise ConfigError(f"{path}: `of` of the check is {check.of!r}; expected settings, such as method: zeroshot.")
+        raise ConfigError(
+            f"{path}: `of` of the check is {shorten(check.of)}; expected settings, such as method: zeroshot."
+        )
     if check.metric not in METRICS:
         raise ConfigError(
-            f"{path}: `metric` of the check is {check.metric!r}.{nearest(str(check.metric), METRICS)} Expected one of "
-            f"{', '.join(METRICS)}."
+            f"{path}: `metric` of the check is {shorten(check.metric)}.{nearest(str(check.metric), METRICS)} Expected "
+            f"one of {', '.join(METRICS)}."
         )
     for name in ("expected", "within"):
         value = getattr(check, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{path}: `{name}` of the check is {value!r}; expected a number.")
+            raise ConfigError(f"{path}: `{name}` of the check is {shorten(value)}; expected a number.")
     return check
 
 
@@ -109,18 +98,25 @@ def read_sweep(path: Path) -> list[dict[str, Any]]:
 
 def read_runs(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """As `read_sweep`, each with the place in the file where it is defined."""
-    content = read_content(path)
-    runs: list[tuple[str, dict[str, Any]]] = []
-    for number, block in enumerate(content["runs"], 1):
-        where = f"{path}, block {number} of `runs`"
+    return expand_blocks(read_content(path)["runs"], str(path))
+
+
+def expand_blocks(blocks: Sequence[Any], source: str) -> list[tuple[str, dict[str, Any]]]:
+    """The settings of all runs of some blocks, each with the block that defines it."""
+    runs: dict[str, tuple[str, dict[str, Any]]] = {}
+    for number, block in enumerate(blocks, 1):
+        where = f"{source}, block {number} of `runs`"
         if not isinstance(block, Mapping):
-            raise ConfigError(f"{where}: expected a mapping of settings, given was {block!r}.")
-        for given in expand(block, where):
+            raise ConfigError(f"{where}: expected a mapping of settings, given was {shorten(block)}.")
+        expanded = list(expand(block, where))
+        for given in expanded:
             if not isinstance(given.get("method"), str):
-                raise ConfigError(f"{where}: method = {given.get('method')!r} is not possible: expected a name.")
-            if all(given != other for _, other in runs):
-                runs.append((where, given))
-    return runs
+                raise ConfigError(f"{where}: method = {shorten(given.get('method'))} is not possible: expected a name.")
+        for given in drop_unused_sections(expanded):
+            runs.setdefault(digest(given), (where, given))
+            if len(runs) > MAX_RUNS:
+                raise ConfigError(f"{where}: the lists have more than {MAX_RUNS} combinations. Divide the sweep.")
+    return list(runs.values())
 
 
 def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") -> Iterator[dict[str, Any]]:
@@ -135,7 +131,7 @@ def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") 
             choices = value if several else [value]
             if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in choices):
                 raise ConfigError(
-                    f"{where}: addons = {value!r} is not possible: expected a list of names, such as [ivt], or "
+                    f"{where}: addons = {shorten(value)} is not possible: expected a list of names, such as [ivt], or "
                     "several such lists."
                 )
         elif value == []:
@@ -154,11 +150,24 @@ def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") 
         yield dict(combination)
 
 
+def drop_unused_sections(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of a block, each without the sections of methods and add-ons that only other runs of it have."""
+    components = {*METHODS, *ADDONS}
+    members = [{given["method"], *given.get("addons", ())} for given in runs]
+    elsewhere = set().union(*members) & components  # a section that no run has stays, and is refused
+    return [
+        {key: value for key, value in given.items() if key not in elsewhere - own}
+        for given, own in zip(runs, members, strict=True)
+    ]
+
+
 def is_list_setting(section: str, key: str) -> bool:
     """Whether the values of this setting are lists, such as milestones."""
     kind: Any = RunConfig
     if section:
-        kind = find_method(section) if section in METHODS else find_addon(section) if section in ADDONS else None
+        kind = None
+        if section in METHODS or section in ADDONS:
+            kind = declared_method(section) if section in METHODS else declared_addon(section)
         kind = getattr(kind, "Options", None)
     return kind is not None and key in kind.model_fields and _is_list_type(kind.model_fields[key].annotation)
 
@@ -171,5 +180,7 @@ def default_at_once(device: torch.device, configs: Sequence[RunConfig]) -> int:
     """How many runs to train at once: up to eight on a GPU, depending on its free memory; one on a CPU."""
     if device.type != "cuda":
         return 1
+    import torch
+
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(8, len(configs), int(free // (6 << 30))))

@@ -9,8 +9,8 @@ from incvec.contracts import Task
 from incvec.engine import events as ev
 from incvec.engine.build import grow
 from incvec.engine.checkpoint import Position, snapshot_tensors
-from incvec.engine.evaluate import correct_by_class, deployed_weights
-from incvec.engine.record import accuracy_matrix, task_counts
+from incvec.engine.evaluate import confusion_by_classifier, deployed_weights
+from incvec.engine.record import MAX_CONFUSION, accuracy_matrix, task_counts
 from incvec.engine.state import RunState
 from incvec.metrics import weighted_mean
 
@@ -47,9 +47,11 @@ def evaluate_task(state: RunState, task: Task, snapshot: Path | None) -> ev.Task
         rows = parts.test.rows_of(0, task.n_seen)
         # An add-on may change even a frozen encoder, so then nothing is cached.
         encoded = state.encoded_test_images if method.frozen_encoder and not parts.addons else None
-        counts = correct_by_class(method, parts.world, parts.test, rows, task, state.distributed, encoded)
-        for name, correct in counts.items():
-            state.progress.correct.setdefault(name, []).append(correct)
+        counts = confusion_by_classifier(method, parts.world, parts.test, rows, task, state.distributed, encoded)
+        for name, confusion in counts.items():
+            state.progress.correct.setdefault(name, []).append(confusion.diagonal().tolist())
+        reported = next(iter(counts.values()))
+        state.progress.confusion = reported.tolist() if task.n_seen <= MAX_CONFUSION else []
         if snapshot is not None:
             meta = state.meta("snapshot", Position(task.index + 1))
             write_tensors(snapshot, snapshot_tensors(parts, trained), meta)

@@ -21,6 +21,7 @@ Structure = Literal["diagonal", "kernel"]
 EXPONENT = 64  # F is stored as F * 2^EXPONENT
 _GRADIENT_FACTOR = 2.0 ** (EXPONENT // 2)
 _CHUNK_ELEMENTS = 1 << 24  # transient memory of a step: this many scaled gradients at a time
+_DIVIDES_BY_TENSOR = hasattr(torch.ops.aten._foreach_div_, "Tensor")  # older torch reads the divisor back to the host
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
@@ -247,7 +248,8 @@ class BatchFisher:
     def mean_(self) -> None:
         """Turn the sums into means in place, still times 2^64; without steps they stay zero."""
         for steps, names in self.by_counters():
-            torch._foreach_div_([self.sums[name] for name in names], steps.clamp_min(1.0))
+            sums, divisor = [self.sums[name] for name in names], steps.clamp_min(1.0)
+            torch._foreach_div_(sums, divisor if _DIVIDES_BY_TENSOR else [divisor] * len(sums))
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:

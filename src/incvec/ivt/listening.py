@@ -90,7 +90,7 @@ class Listener:
                     found_inf=getattr(optimizer, "found_inf", None),
                 )
 
-        if closure is None and (last or "closure" not in inspect.signature(type(optimizer).step).parameters):
+        if closure is None and (last or not takes_closure(optimizer)):
             accumulate()
             return None
 
@@ -102,6 +102,12 @@ class Listener:
         if position is not None:
             return (*args[:position], closure_then_accumulate, *args[position + 1 :]), kwargs
         return args, {**kwargs, "closure": closure_then_accumulate}
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` has an argument `closure`. Those of torch have, though its version 2.0 hides their signature."""
+    step = type(optimizer).step
+    return step.__module__.startswith("torch.optim") or "closure" in inspect.signature(step).parameters
 
 
 class Watched(Generic[T]):
@@ -144,7 +150,9 @@ class Inputs:
     """Inputs of the model's last calls in training, and which of its modules were in train mode."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        # DDP calls the module inside it, and a model that has grown gets a new wrapper.
+        self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        self._wrapper = model
         self._calls: deque[tuple[tuple[Any, ...], dict[str, Any]]] = deque(maxlen=INPUT_BATCHES)
         self._norms: list[nn.Module] = []  # BatchNorm layers in train mode
         self._handle: Any = None
@@ -187,11 +195,12 @@ class Inputs:
             for module, mode in modes:
                 module.training = mode
 
-    def share(self, model: nn.Module) -> None:
-        """With DDP every process has its own inputs: take the first one's result."""
-        if not isinstance(self.model, nn.parallel.DistributedDataParallel):
+    def share(self, probe: Callable[[], object] | None) -> None:
+        """Every process has its own inputs: take the first one's result. A probe has the same ones everywhere."""
+        group = process_group(self._wrapper)
+        if group is None or probe is not None:
             return
-        group = self.model.process_group
+        model = unwrap(self.model)
         source = torch.distributed.get_global_rank(group, 0)
         for tensor in [*model.parameters(), *running_statistics(model).values()]:
             torch.distributed.broadcast(tensor.detach(), source, group=group)
@@ -205,7 +214,7 @@ class Inputs:
                 recalibrate(model, [None], lambda _: probe())
             elif self._calls:
                 recalibrate(model, list(self._calls), lambda call: model(*call[0], **call[1]))
-        self.share(model)
+        self.share(probe)
 
 
 def joined(calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -231,16 +240,26 @@ def _stackable(column: Sequence[Any]) -> bool:
     return same and tensors[0].dim() > 0
 
 
+def process_group(model: nn.Module) -> Any:
+    """The processes that train the model together: those of DDP, otherwise all; None if there is only one process."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+    group: Any = model.process_group if ddp else distributed.group.WORLD
+    return group if distributed.get_world_size(group) > 1 else None
+
+
 def gradients_of(
     model: nn.Module, loss: Tensor, parameters: Sequence[nn.Parameter], keep_graph: bool = True
 ) -> list[Tensor | None]:
-    """Gradients of a scalar, averaged over the processes of DDP; `.grad` stays as it is."""
+    """Gradients of a scalar, averaged over the processes; `.grad` stays as it is."""
     if loss.dim() > 0:
         raise ValueError(f"expected a scalar loss, got shape {tuple(loss.shape)}: take its mean")
     gradients: list[Tensor | None] = []
     gradients += torch.autograd.grad(loss, parameters, retain_graph=keep_graph, allow_unused=True)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        group = model.process_group
+    group = process_group(model)
+    if group is not None:
         count = torch.distributed.get_world_size(group)
         for index, parameter in enumerate(parameters):
             gradient = gradients[index]

@@ -16,8 +16,6 @@ adds squares to F in place. Steps, ends of epochs and diagonal teleports never s
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
@@ -27,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .batchnorm import Probe, batchnorm_layers
+from .checks import Endings, Warner, check_parameters
 from .core import BatchNormChoice, Core, Memory
 from .fisher import BatchFisher, Structure, check_choice
 from .listening import Inputs, Listener, Watched, gradients_of
@@ -63,7 +62,12 @@ class IVT:
             the parameters are on a GPU), and a teleport streams them in pieces. The result is the same bit for bit;
             begin_task() and end_task() then synchronize with the device.
         probe: for batchnorm="layer": runs the model, in train mode, on the inputs that define the maps, the same ones
-            at each call. None: the inputs of its last calls (up to 4 batches) are remembered and used again.
+            at each call and in each process. None: the inputs of its last calls (up to 4 batches) are remembered and
+            used again.
+
+    If torch.distributed has several processes, they train the model together: batchnorm="layer" and "recalibrate" take
+    the inputs of the first one, and `collect` averages over all. Make a new DDP wrapper after the model has grown as
+    usual; the plug-in may have the module or any of its wrappers.
     """
 
     def __init__(
@@ -112,10 +116,8 @@ class IVT:
         self._in_task = False
         self._seen = False  # a step since the last end_epoch(), or begin_epoch()
         self._grown: set[str] = set()  # tensors that have grown since an earlier task
-        self._endings: dict[
-            str, tuple[Any, int, Tensor]
-        ] = {}  # each parameter, its rows and values at the last end_task
-        self._warned: set[str] = set()
+        self._endings = Endings()
+        self._warn = Warner()
         self._copied = False  # a copy made within a task, which listens to nothing yet
         if batchnorm is None and batchnorm_layers(unwrap(model)):
             self._warn(
@@ -196,15 +198,9 @@ class IVT:
             return False
         return not (self.last == "skip" and epoch == self.epochs)
 
-    def _warn(self, key: str, text: str, stacklevel: int = 3) -> None:
-        """Warn once about each matter."""
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(text, stacklevel=stacklevel)
-
     def silence(self, *matters: str) -> None:
         """Do not warn about these matters, for a host that says them itself."""
-        self._warned.update(matters)
+        self._warn.known.update(matters)
 
     def _require_task(self, call: str) -> None:
         if not self._in_task:
@@ -259,7 +255,7 @@ class IVT:
                 "no parameter of the model requires gradients and is in the groups of the optimizer; "
                 "was the optimizer made for another model, or copied together with one?"
             )
-        self._warn_about_new_parameters(past or {})
+        self._endings.warn_about_new(core, past or {}, self._warn)
         rows = {name: len(value) for name, value in core.cumulative.items() if value.dim()}
         core.begin(trained, past)
         self._grown |= {
@@ -316,22 +312,6 @@ class IVT:
                 stacklevel=4,
             )
 
-    def _warn_about_new_parameters(self, past: Past) -> None:
-        """A new Parameter under a known name whose old rows were not copied would be pulled to its random start."""
-        for name, (known, rows, fingerprint) in self._endings.items():
-            parameter = self.core.parameters.get(name)
-            if parameter is None or parameter is known() or name in past or name not in self.core.cumulative:
-                continue
-            value = parameter.detach()
-            if not torch.allclose(_fingerprint(value[:rows] if rows else value), fingerprint.to(value.device), 1e-9, 0):
-                self._warn(
-                    f"replaced {name}",
-                    f"{name!r} is a new Parameter without the values that the last task ended with, but it continues "
-                    f"that task's Fisher. Say whose rows it holds: begin_task(past={{{name!r}: None}}) for those of a "
-                    "new tensor, or their earlier names",
-                    stacklevel=4,
-                )
-
     def begin_epoch(self, epoch: int | None = None) -> None:
         """Set the epoch's sums to zero. Optional: the first step after `end_epoch` does the same.
 
@@ -350,8 +330,8 @@ class IVT:
         """With fisher_loss="own": add the squared gradients of the new task's own loss, a scalar.
 
         Call it before `backward()`, once per step, while `collecting` is True. It runs one backward pass through this
-        loss alone, keeps the graph for yours, and leaves `.grad` as it is. With DDP the gradients are averaged over the
-        processes.
+        loss alone, keeps the graph for yours, and leaves `.grad` as it is. With several processes the gradients are
+        averaged over them.
         """
         self._require_task("collect()")
         if self.fisher_loss != "own":
@@ -375,7 +355,7 @@ class IVT:
                     else "If the model was trained, IVT is not listening to the optimizer that steps: attach() it"
                 ),
             )
-        self._check_parameters()
+        check_parameters(self.core, self._task, self._warn)
         if collecting:
             self.core.finalize()
         self._seen = False
@@ -383,24 +363,6 @@ class IVT:
         if self.epochs is not None and self._epoch > self.epochs:
             self._warn(f"longer {self._task}", f"epoch {self._epoch} of a task that was to have {self.epochs} epochs")
         return self.teleport() if self.teleports_after(self._epoch) else False
-
-    def _check_parameters(self) -> None:
-        """The parameters of the task are still those that it began with."""
-        current = float_parameters(self.core.model)
-        replaced = [name for name in self.core.anchor if current.get(name) is not self.core.parameters[name]]
-        if replaced:
-            raise RuntimeError(
-                f"parameter {replaced[0]!r} was replaced within task {self._task}: grow the model first, then make the "
-                "optimizer and call begin_task()"
-            )
-        added = [name for name, p in current.items() if name not in self.core.parameters and p.requires_grad]
-        if added:
-            self._warn(
-                f"added {self._task}",
-                f"parameter {added[0]!r} was added within task {self._task}, which collects no Fisher for it: grow the "
-                "model before begin_task()",
-                stacklevel=4,
-            )
 
     @torch.no_grad()
     def teleport(self) -> bool:
@@ -424,7 +386,7 @@ class IVT:
         with modes:
             moved = self.core.teleport(self._left_alone(), probe)
         if moved and self.core.layers:
-            self._inputs.share(self.core.model)
+            self._inputs.share(self.probe)
         if self.optimizer_state == "reset":
             current = float_parameters(self.core.model)
             reset_state(self._listener.optimizers, [current[name] for name in moved])
@@ -434,7 +396,7 @@ class IVT:
     def end_task(self) -> None:
         """Fbar_t = Fbar_{t-1} + F_t. Synchronizes with the device, to check that there were steps."""
         self._require_task("end_task()")
-        self._check_parameters()
+        check_parameters(self.core, self._task, self._warn)
         if not any(self.core.fisher.counts().values()):
             raise RuntimeError(
                 f"task {self._task} ends without any step seen by IVT. Give begin_task(optimizer) the optimizer that "
@@ -451,10 +413,7 @@ class IVT:
             )
         if self.batchnorm == "recalibrate":
             self._inputs.recalibrate(self.core.model, self.probe)
-        self._endings = {
-            name: (weakref.ref(p), len(p) if p.dim() else 0, _fingerprint(p.detach()))
-            for name, p in self.core.parameters.items()
-        }
+        self._endings.record(self.core.parameters)
         unknown = self.core.end()
         if unknown:
             self._warn(
@@ -509,15 +468,12 @@ class IVT:
 
         For a task that goes on from a loaded state, or whose optimizer was made anew.
         """
-        self._require_in_task_for_attach()
+        if not self._in_task:
+            raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
         self._copied = False
         self._listener.attach(tuple(map(unwrap_optimizer, optimizers)))
         if self.probe is None and self.batchnorm != "keep" and batchnorm_layers(self.core.model):
             self._inputs.remember()
-
-    def _require_in_task_for_attach(self) -> None:
-        if not self._in_task:
-            raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
 
     def watch(self, loader: Iterable[T]) -> Watched[T]:
         """Iterate over an epoch's batches: `for batch in ivt.watch(loader)`.
@@ -554,7 +510,9 @@ class IVT:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything needed to resume, as a flat mapping of contiguous copies; see `incvec.ivt.state`."""
-        return self.core.state(self._task, self._epoch, self._in_task, self.epochs, self._grown)
+        return self.core.state(
+            self._task, self._epoch, self._in_task, self.epochs if self._in_task else None, self._grown
+        )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a `state_dict`.
@@ -569,20 +527,14 @@ class IVT:
         self._in_task = saved.in_task
         self._grown = set(saved.grown)
         self._seen = not saved.epoch_finalized and any(saved.steps.tolist())
-        self._endings = {}
+        self._endings = Endings()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave out optimizers and hooks; a copy made within a task has to `attach` one."""
-        return {**self.__dict__, "_listener": None, "_inputs": None, "_endings": {}, "_copied": self._in_task}
+        return {**self.__dict__, "_listener": None, "_inputs": None, "_copied": self._in_task}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._listener = Listener(self)
         self._inputs = Inputs(self.model)
         self.core.read_parameters()
-
-
-def _fingerprint(value: Tensor) -> Tensor:
-    """Two numbers that tell a tensor's values apart from others."""
-    value = value.double()
-    return torch.stack([value.sum(), value.square().sum()])

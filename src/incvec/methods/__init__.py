@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from incvec.contracts import Method
+from typing import TYPE_CHECKING, Any
+
+from incvec.declarations import declared_class
 from incvec.registry import METHODS, find_class
 
-__all__ = ["METHODS", "find_method"]
+if TYPE_CHECKING:
+    from incvec.contracts import Method
+
+__all__ = ["METHODS", "declared_method", "find_method"]
 
 METHODS.add_builtins(
     {
@@ -17,6 +22,7 @@ METHODS.add_builtins(
         "geodl": "incvec.methods.geodl:GeoDL",
         "icarl": "incvec.methods.icarl:ICaRL",
         "joint": "incvec.methods.joint:Joint",
+        "lda": "incvec.methods.lda:LDA",
         "lucir": "incvec.methods.lucir:LUCIR",
         "lwf": "incvec.methods.lwf:LwF",
         "mnemonics": "incvec.methods.mnemonics:Mnemonics",
@@ -35,4 +41,10 @@ METHODS.add_builtins(
 
 def find_method(name: str) -> type[Method]:
     """The method class of that name."""
-    return find_class(METHODS, name, Method)
+    found: type[Method] = find_class(METHODS, name)
+    return found
+
+
+def declared_method(name: str) -> Any:
+    """Name, summary, paper, flags and options of a method, as class attributes, without importing torch."""
+    return declared_class(METHODS, name)

@@ -19,11 +19,13 @@ from incvec.nets import Classifier, Head, LinearHead, build_backbone
 
 
 @torch.no_grad()
-def extract_features(model: nn.Module, world: World, rows: Tensor, view: str = "test") -> Tensor:
+def extract_features(
+    model: nn.Module, world: World, rows: Tensor, view: str = "test", batch: int | None = None
+) -> Tensor:
     """Pooled features of the given training images, in float32, with the model in eval mode."""
     source, training = world.train, model.training
     model.eval()
-    chunks, size = [], inference_batch_size(source)
+    chunks, size = [], batch or inference_batch_size(source)
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         padded = part

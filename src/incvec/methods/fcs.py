@@ -29,6 +29,7 @@ fewer pairs and keys than in one process, and a norm over fewer rows.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -174,6 +175,11 @@ class FCS(PrototypeMethod):
         """Unit features with the current weights; BatchNorm's running statistics stay unchanged."""
         with preserved_buffers(self.model.backbone):
             return F.normalize(self.model.features(images), dim=1)
+
+    def memory(self) -> dict[str, int]:
+        o = self.options
+        mixed = 4 * min(o.batch_size, len(self.world.train.labels)) * o.mixups
+        return {"mixups": mixed * math.prod(self.world.image_shape), "mixing": mixed * (2 * o.mixing - 1)}
 
     def inputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated images followed by mixed images, their labels among all outputs, and their weights."""

@@ -99,6 +99,10 @@ class GeoDL(LUCIR):
             terms["margin"] = super().retention_loss(batch, output, old)["margin"]
         return terms
 
+    def memory(self) -> dict[str, int]:
+        dimension = self.model.backbone.width * self.options.positions**2
+        return {"positions": 4 * dimension**2}  # the geodesic flow kernel
+
     def unit_vectors(self, maps: Tensor) -> Tensor:
         """The pooled last map of each sample as one unit vector."""
         return F.normalize(F.adaptive_avg_pool2d(maps.float(), self.options.positions).flatten(1), dim=1)

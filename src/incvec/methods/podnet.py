@@ -94,6 +94,9 @@ class PODNet(ExemplarMethod):
     def make_head(self, width: int) -> Head:
         return ProxyHead(width, self.options.proxies)
 
+    def memory(self) -> dict[str, int]:
+        return {"proxies": 4 * self.options.proxies * self.world.tasks[-1].last * self.model.head.width}
+
     def begin_task(self, task: Task) -> None:
         """Imprint the new classes' proxies: k-means centers of their features under the old model."""
         if task.index == 0:

@@ -46,7 +46,7 @@ class RAPFOptions(DualOptions):
     lr: float = Field(1e-3, gt=0)
     schedule: Literal["constant", "cosine", "steps"] = "steps"
     milestones: Ints = (4, 10)
-    draws: int = Field(2000, ge=1, description="approximate number of draws of old classes per epoch")
+    draws: int = Field(2000, ge=1, le=10**6, description="approximate number of draws of old classes per epoch")
     old_classes: int | None = Field(None, ge=1, description="old classes per step; overrides `draws`")
     samples: int = Field(20, ge=1, description="draws per old class; twice as many for close pairs")
     threshold: float = Field(0.55, ge=0, description="distance between sentences below which classes are close")
@@ -149,6 +149,9 @@ class RAPF(DualMethod):
             del self.store[name]
 
     # Losses ---------------------------------------------------------------------------------------------
+
+    def memory(self) -> dict[str, int]:
+        return {"samples": 4 * 2 * self.options.samples * self.model.dual.width}
 
     def old_draws(self) -> tuple[int, int]:
         """Old classes per step and draws per class; constant within a stage."""

@@ -160,6 +160,9 @@ class SLCA(FLYP):
             self.store["align_steps"] = torch.zeros((), dtype=torch.int64, device=self.world.device)
         return torch.arange(task.n_seen, device=self.world.device).repeat_interleave(self.options.samples)
 
+    def memory(self) -> dict[str, int]:
+        return {"samples": 8 * self.world.tasks[-1].last * self.options.samples}
+
     def update_gaussians(self, task: Task) -> None:
         """Compute mean and covariance of the task's classes, unless done already."""
         if len(self.store.get("means", ())) < task.n_seen:

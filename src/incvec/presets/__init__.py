@@ -25,13 +25,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from incvec.addons import ADDONS, find_addon
-from incvec.config import RunConfig, differences, digest, validate
-from incvec.data import dataset_options, find_dataset
-from incvec.errors import ConfigError, nearest
-from incvec.methods import METHODS, find_method
+from incvec.addons import ADDONS, declared_addon
+from incvec.config import RunConfig, read_yaml, validate
+from incvec.data.datasets import dataset_options, find_dataset
+from incvec.declarations import declared
+from incvec.errors import ConfigError, nearest, shorten
+from incvec.methods import METHODS, declared_method
+from incvec.presets.names import changes_text
 from incvec.registry import PRESETS
 
 Values = dict[str, Any]
@@ -53,6 +53,7 @@ UNIFORM: dict[str, dict[str, Any]] = {
 SETTINGS = (
     "order_seed",
     "base_classes",
+    "task_sizes",
     "class_order",
     "class_list",
     "variant",
@@ -89,7 +90,7 @@ def _sources(component: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if isinstance(found, Mapping):
             yield package, found
         elif found is not None and (listed or found.is_file()):
-            yield str(found), yaml.safe_load(Path(str(found)).read_text()) or {}
+            yield str(found), read_yaml(Path(str(found))) or {}
 
 
 def load_presets(component: str) -> ComponentPresets:
@@ -119,13 +120,33 @@ def _load_presets(component: str, packages: tuple[str, ...]) -> ComponentPresets
     return ComponentPresets({name: entry(values) for name, values in datasets.items()}, hosts)
 
 
-def preset(component: str, dataset: str, variant: str = "paper", host: str = "") -> Values:
-    """Option values of a component on a data set; for an add-on, `host` is the method it is used with."""
+def preset_layers(component: str, dataset: str, variant: str = "paper", host: str = "") -> dict[str, Values]:
+    """The presets that apply to a component, by name, as `incvec list presets` has it; the last one wins."""
     known = load_presets(component)
     entry = known.datasets.get(dataset, DatasetPreset({}, {}, {}))
+    layers = {f"{component}-{dataset}": entry.options}
     if variant != "paper":
-        return entry.options | entry.variants.get(variant, {}) | known.hosts.get(host, {})
-    return entry.options | known.hosts.get(host, {}) | entry.hosts.get(host, {})
+        layers[f"{component}-{dataset}-{variant}"] = entry.variants.get(variant, {})
+    layers[f"{component}+{host}"] = known.hosts.get(host, {})
+    if variant == "paper":
+        layers[f"{component}-{dataset}+{host}"] = entry.hosts.get(host, {})
+    return {name: values for name, values in layers.items() if values}
+
+
+def preset(component: str, dataset: str, variant: str = "paper", host: str = "") -> Values:
+    """Option values of a component on a data set; for an add-on, `host` is the method it is used with."""
+    merged: Values = {}
+    for values in preset_layers(component, dataset, variant, host).values():
+        merged |= values
+    return merged
+
+
+def layers_of(component: str, method: str, dataset: str, variant: str) -> dict[str, Values]:
+    """The presets of a method, or of an add-on used with it, by name."""
+    if component == method:
+        return preset_layers(component, dataset, variant)
+    pretrained = declared_method(method).pretrained
+    return preset_layers(component, dataset, "pretrained" if pretrained else variant, method)
 
 
 def presets() -> list[dict[str, str]]:
@@ -155,12 +176,12 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("no method was named; --method takes one of: " + ", ".join(METHODS) + ".")
     for key in ("method", "dataset", "variant"):
         if not isinstance(given.get(key, ""), str):
-            raise ConfigError(f"setting {key} = {given[key]!r} is not possible: expected a name.")
-    if isinstance(given.get("addons"), str) or not all(isinstance(name, str) for name in given.get("addons", ())):
-        raise ConfigError(f"setting addons = {given['addons']!r} is not possible: expected a list of names.")
-    method, addons = given["method"], tuple(given.get("addons", ()))
-    pretrained = find_method(method).pretrained
-    kinds = {method: find_method(method).Options} | {name: find_addon(name).Options for name in addons}
+            raise ConfigError(f"setting {key} = {shorten(given[key])} is not possible: expected a name.")
+    addons = given.get("addons", ())
+    if not isinstance(addons, list | tuple) or not all(isinstance(name, str) for name in addons):
+        raise ConfigError(f"setting addons = {shorten(addons)} is not possible: expected a list of names.")
+    method, addons = given["method"], tuple(addons)
+    kinds = {method: declared_method(method).Options} | {name: declared_addon(name).Options for name in addons}
     dataset = given.get("dataset", "digits")
     find_dataset(dataset)
     variant = given.get("variant", "paper")
@@ -169,16 +190,15 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
         variants = ["paper", *entry.variants] if entry else []
         if variant not in variants:
             known = ", ".join(variants) or "none"
-            raise ConfigError(f"{method} has no variant {variant!r} for {dataset}; it has: {known}.")
+            raise ConfigError(f"{method} has no variant {shorten(variant)} for {dataset}; it has: {known}.")
     sections: dict[str, Values] = {}
     for name, kind in kinds.items():
         options = given.pop(name, None) or {}
         if not isinstance(options, Mapping):
-            raise ConfigError(f"{name} is a section with its own settings ({name}.key=value), not {options!r}.")
-        if name == method:
-            base = preset(name, dataset, variant)
-        else:
-            base = preset(name, dataset, "pretrained" if pretrained else variant, method)
+            raise ConfigError(f"{name} is a section with its own settings ({name}.key=value), not {shorten(options)}.")
+        base: Values = {}
+        for values in layers_of(name, method, dataset, variant).values():
+            base |= values
         sections[name] = validate(kind, {**base, **options}, where=name).model_dump(mode="json")
     fields = set(RunConfig.model_fields) - {"sections"}
     for key in given:
@@ -189,9 +209,8 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
             hint = f" Did you mean '{owners[0]}.{key}'?" if owners else nearest(key, [*fields, *kinds])
             if not owners and not other:
                 hint += f" Known settings: {', '.join(sorted(fields))}; and those of {', '.join(kinds)}."
-            raise ConfigError(f"unknown setting {key!r}{other}.{hint}")
-    stream = {"base_classes": 0, **UNIFORM.get(dataset, {})} if pretrained else STREAMS.get(dataset, {})
-    values = {**stream, **given}
+            raise ConfigError(f"unknown setting {shorten(key)}{other}.{hint}")
+    values = {**preset_stream(method, dataset), **given}
     if values.get("class_order") is not None:
         values["order_seed"] = None  # an explicit order does not come from a seed
     config: RunConfig = validate(RunConfig, {**values, "sections": sections})
@@ -199,16 +218,46 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def preset_stream(method: str, dataset: str) -> Values:
+    """`base_classes` and `tasks` of a data set, as far as they are known before it is loaded."""
+    if declared_method(method).pretrained:
+        return {"base_classes": 0, **UNIFORM.get(dataset, {})}
+    return STREAMS.get(dataset, {})
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuse unknown names, incompatible add-ons and impossible options before any data is loaded."""
+    method = declared_method(config.method)
+    before: list[str] = []
+    for name in config.addons:
+        if name in before:
+            raise ConfigError(f"add-on {name!r} is given twice.")
+        reason = declared_addon(name).incompatibility(method, before)
+        if reason:
+            raise ConfigError(
+                f"add-on {name!r} cannot be combined with {' + '.join([config.method, *before])}: {reason}"
+            )
+        before.append(name)
+    options = config.options(config.method, method.Options)
+    if not method.pretrained and hasattr(options, "net"):  # pre-trained methods validate theirs
+        declared("incvec.nets.backbones", "check_backbone")(options.net)
+    for name in config.addons:
+        addon = declared_addon(name)
+        reason = addon.incompatible_options(config.options(name, addon.Options), method, options)
+        if reason:
+            raise ConfigError(f"add-on {name!r} cannot be combined with {config.method} with these settings: {reason}")
+
+
 def run_name(config: RunConfig) -> str:
-    """`cifar100-podnet+ivt-5-s0`, plus eight hex digits if a setting that is not part of the name was changed."""
-    named = ("method", "addons", "dataset", "tasks", "seed", "oracle")
+    """`cifar100-podnet+ivt-5-s0`, then the variant, and every other setting that differs from its preset's."""
+    named = ("method", "addons", "dataset", "tasks", "seed", "oracle", "variant")
     default = resolve({key: getattr(config, key) for key in named})
-    changes = differences(config.resolved(), default.resolved())
     parts = [config.dataset, "+".join([config.method, *config.addons])]
     parts += ["oracle"] if config.oracle else []
     parts += [str(config.tasks), f"s{config.seed}"]
-    parts += [digest(changes)[:8]] if changes else []
-    return "-".join(parts)
+    parts += [config.variant] if config.variant != "paper" else []
+    defaults = default.resolved() | ({"order_seed": None} if config.class_order is not None else {})
+    return "-".join([*parts, *changes_text(config.resolved(), defaults)])
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +291,7 @@ def complete_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _default_options(component: str) -> dict[str, Any]:
     """The options of a method or add-on without any preset."""
-    options: Any = (find_method if component in METHODS else find_addon)(component).Options
+    options: Any = (declared_method if component in METHODS else declared_addon)(component).Options
     values: dict[str, Any] = options.model_construct().model_dump(mode="json")  # not validated: some require a value
     return values
 

@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from incvec.addons import ADDONS, find_addon
 from incvec.contracts import AddOn, Method
 from incvec.data import DATASETS
-from incvec.engine.sweep import Loader
 from incvec.errors import DataError
 from incvec.methods import METHODS, find_method
 from incvec.nets import backbones
 from incvec.nets.dual import DUALS
-from incvec.presets import presets, sweeps
+from incvec.presets import presets
 from incvec.records import find_records, read_record
 from incvec.study import paper, style, summary
 from incvec.study.paper import Comparison, Records
@@ -64,38 +61,8 @@ class Result(NamedTuple):
         return f"{self.run}: {self.verdict}" + (f" ({self.numbers})" if self.numbers else "")
 
 
-def everything() -> dict[str, list[dict[str, str]]]:
-    """Name, summary and paper of every component, for `incvec list`."""
-
-    def entry(name: str, component: str = "") -> dict[str, str]:
-        kind = find_component(component or name)
-        return {"name": name, "summary": kind.summary, "paper": kind.paper}
-
-    return {
-        "methods": [entry(name) for name in METHODS],
-        "addons": [entry(name) for name in ADDONS],
-        "datasets": [
-            {"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()
-        ],
-        "presets": [{**row, **entry(row["name"], row["component"])} for row in presets()],
-        "nets": [{"name": name, "summary": summary} for name, summary in networks().items()],
-        "sweeps": [
-            {"name": name, "summary": yaml.load(file.read_text(), Loader)["summary"]} for name, file in sweeps().items()
-        ],
-    }
-
-
 def find_component(name: str) -> type[Method | AddOn]:
     return find_method(name) if name in METHODS else find_addon(name)
-
-
-def second_line(entry: dict[str, str]) -> str:
-    """The paper of a component; for a preset, the option that selects it."""
-    variant = entry.get("variant")
-    if variant is None:
-        return entry.get("paper", "")
-    automatic = {"paper": "", "pretrained": "applies by itself to models that start pre-trained"}
-    return automatic.get(variant, f"--variant {variant}")
 
 
 def networks() -> dict[str, str]:

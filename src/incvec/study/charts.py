@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from incvec.file_names import safe_name
 from incvec.records import title
 from incvec.study import style
 from incvec.study.groups import Group, Panel, Stream
 from incvec.study.paper import METRICS, Comparison, compare_gains, is_standard, paper_rows
-from incvec.study.runs import RunRecord, settings_text
-from incvec.study.tables import safe_name
+from incvec.study.runs import RunRecord, run_command, settings_text
 
 UNSET_LABELS = {"ivt.interval": "only at the end"}  # meaning of a setting that is None
 TIMED_SWEEP = "training-time"  # its runs have the device to themselves
@@ -29,6 +29,7 @@ class Line:
     y: tuple[float, ...]
     errors: tuple[float, ...] | None
     seeds: int
+    other_x: tuple[float, ...] = ()  # the same points on the chart's other axis, if it has one
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Bar:
 class BaseChart:
     slug: str  # HTML id and file name
     title: str
+    commands: tuple[str, ...] = field(default=(), kw_only=True)  # of the runs that it shows
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slug", safe_name(self.slug))
@@ -59,6 +61,9 @@ class Lines(BaseChart):
     log: bool = False
     dense: bool = False  # many points: only the last has a marker
     note: str = ""
+    unit: str = " %"
+    other_x_label: str = ""
+    x_names: tuple[str, ...] = ()  # of x = 0, 1, 2, ...
     kind: Literal["lines"] = "lines"
 
 
@@ -74,17 +79,46 @@ class Bars(BaseChart):
 
 @dataclass(frozen=True)
 class Heat(BaseChart):
-    """An accuracy matrix: one row per task learned, one column per task tested."""
+    """A matrix in percent: accuracy by task learned (rows) and task tested, or a confusion matrix."""
 
     label: str
     matrix: tuple[tuple[float, ...], ...]
     low: float
     high: float
     note: str = ""
+    x_label: str = "tested on task"
+    y_label: str = "after learning task"
+    cell_text: str = "after task {row}, on task {column}"
+    names: tuple[str, ...] = ()  # of rows and columns; numbers from 1 without
     kind: Literal["heat"] = "heat"
 
 
-Chart = Lines | Bars | Heat
+@dataclass(frozen=True)
+class Mark:
+    """A model in a plane."""
+
+    name: str
+    label: str
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Plane(BaseChart):
+    """Loss on a grid, with models as marks; the page has a picture of its own for it."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    values: tuple[tuple[float, ...], ...]  # one row per y
+    marks: tuple[Mark, ...]
+    x_label: str = "distance along u"
+    y_label: str = "distance along v"
+    note: str = ""
+    kind: Literal["plane"] = "plane"
+
+
+Chart = Lines | Bars | Heat | Plane
 
 
 def make_line(name: str, label: str, x: Sequence[float], samples: Sequence[Sequence[float]]) -> Line:
@@ -106,7 +140,9 @@ def bar_note(bars: Sequence[Bar], whiskers: str) -> str:
     return " ".join(notes)
 
 
-def gain_chart(slug: str, heading: str, axis: str, gains: Mapping[tuple[str, str], Comparison]) -> list[Bars]:
+def gain_chart(
+    slug: str, heading: str, axis: str, gains: Mapping[tuple[str, str], Comparison], commands: Iterable[str]
+) -> list[Bars]:
     """Means of paired differences by (name, label), with standard errors; an empty list if there are none."""
     bars = tuple(
         Bar(*names, statistics.mean(gain.ours), gain.error, len(gain.ours), gain.paper)
@@ -114,7 +150,12 @@ def gain_chart(slug: str, heading: str, axis: str, gains: Mapping[tuple[str, str
         if gain.ours
     )
     note = f"Paired by seed. {bar_note(bars, 'Whiskers: standard error.')}".strip()
-    return [Bars(slug, heading, axis, bars, "points", True, note)] if bars else []
+    shown = tuple(dict.fromkeys(commands))
+    return [Bars(slug, heading, axis, bars, "points", True, note, commands=shown)] if bars else []
+
+
+def commands_of(groups: Iterable[Group]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(command for group in groups for command in group.commands))
 
 
 def accuracy_curve(group: Group) -> Line:
@@ -130,6 +171,7 @@ def accuracy_chart(panel: Panel) -> Lines:
         f"{panel.name}-accuracy", panel.title, "tasks learned", "accuracy on the classes seen, %",
         tuple(map(accuracy_curve, panel.groups)), (accuracy_curve(panel.joint),) if panel.joint else (),
         note="Mean over seeds; the band is one standard deviation." if several else "",
+        commands=commands_of((*panel.groups, *([panel.joint] if panel.joint else []))),
     )  # fmt: skip
 
 
@@ -144,7 +186,7 @@ def heat_charts(panel: Panel) -> list[Heat]:
             Heat(
                 f"{panel.name}-matrix-{number}", f"{group.label}, {panel.stream}", group.label,
                 tuple(map(tuple, group.matrix)), min(values), max(values),
-                f"{seeds}; dark blue is {min(values):.0f} %, yellow {max(values):.0f} %.",
+                f"{seeds}; dark blue is {min(values):.0f} %, yellow {max(values):.0f} %.", commands=group.commands,
             )
         )  # fmt: skip
     return charts
@@ -152,17 +194,21 @@ def heat_charts(panel: Panel) -> list[Heat]:
 
 def last_accuracy_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
     """Accuracy after the last task, with the paper's value marked if it has one."""
-    bars = []
+    bars, drawn = [], []
     for group in groups:
         if group.stream != stream or group.first.addon_changes:
             continue
+        drawn.append(group)
         paper = paper_rows(stream.dataset, group.record["method"]).get(group.title, {}).get(stream.tasks)
         label = group.label + (f" ({group.host_settings})" if group.host_settings else "")
         known = paper is not None and is_standard(group.record)
         bars.append(make_bar(group.title, label, group.metric("LA"), paper[1] if paper and known else None))
     note = bar_note(bars, "Whiskers: one standard deviation over seeds.")
     heading = f"{stream}: accuracy after the last task"
-    return Bars(f"{stream.name}-last", heading, "LA, %", tuple(bars), "%", note=note) if bars else None
+    commands = commands_of(drawn)
+    return (
+        Bars(f"{stream.name}-last", heading, "LA, %", tuple(bars), "%", note=note, commands=commands) if bars else None
+    )
 
 
 def settings_charts(groups: Sequence[Group]) -> list[Bars]:
@@ -174,7 +220,7 @@ def settings_charts(groups: Sequence[Group]) -> list[Bars]:
         if preset.first.changes:
             continue
         reference = {run.seed: run.record["metrics"]["LA"] for run in preset.runs}
-        gains = {}
+        gains, drawn = {}, [preset]
         for group in groups:
             changes = group.first.changes
             same = (group.stream, group.title) == (preset.stream, preset.title) and group not in in_lines
@@ -182,35 +228,43 @@ def settings_charts(groups: Sequence[Group]) -> list[Bars]:
                 continue
             paired = [r.record["metrics"]["LA"] - reference[r.seed] for r in group.runs if r.seed in reference]
             gains[group.title, settings_text(changes)] = Comparison(tuple(paired))
+            drawn.append(group)
         slug = f"{preset.stream.name}-{preset.title.replace(' + ', '-').replace(' ', '-')}-settings"
         heading = f"{style.label(preset.title)} on {preset.stream}: other settings"
-        charts += gain_chart(slug, heading, "LA minus that of the preset, points", gains)
+        charts += gain_chart(slug, heading, "LA minus that of the preset, points", gains, commands_of(drawn))
     return charts
 
 
 def gain_charts(dataset: str, runs: Sequence[RunRecord]) -> list[Bars]:
     """IVT's gain in LA and in FM for every host and number of increments."""
     gains = compare_gains(dataset, [run.record for run in runs])
+    compared = {(title, tasks) for host, tasks in gains for title in (host, f"{host} + ivt")}
+    drawn = [run for run in runs if (run.title, run.record["tasks"]) in compared and is_standard(run.record)]
+    commands = [run_command(run.record["config"]) for run in drawn]
     charts: list[Bars] = []
     for place, metric, better in ((1, "LA", "more"), (2, "FM", "less")):
         named = {(f"{host} + ivt", f"{style.label(host)}, {n} incr."): own[place] for (host, n), own in gains.items()}
         heading = f"{style.dataset(dataset)}: what IVT adds to {metric} ({better} is better)"
         axis = f"{metric} with IVT minus {metric} without, points"
-        charts += gain_chart(f"{dataset}-gain-{metric}", heading, axis, named)
+        charts += gain_chart(f"{dataset}-gain-{metric}", heading, axis, named, commands)
     return charts
 
 
 def time_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
     """Training time without the base task, of runs that had the device to themselves: those below a folder with the
     name of the sweep, `incvec sweep training-time --at-once 1 --out runs/training-time`."""
-    bars = []
+    bars: list[Bar] = []
+    commands: list[str] = []
     for group in groups:
         timed = Group(tuple(run for run in group.runs if TIMED_SWEEP in Path(run.path).parts))
         if group.stream == stream and not group.first.changes and group.record["method"] != "joint" and timed.seconds:
             bars.append(make_bar(group.title, group.label, timed.seconds))
+            commands += timed.commands
     note = f"Runs below a folder `{TIMED_SWEEP}`, without evaluation and the shared base task."
     heading = f"{stream}: training time after the base task"
-    return Bars(f"{stream.name}-time", heading, "seconds", tuple(bars), "s", note=note) if bars else None
+    if not bars:
+        return None
+    return Bars(f"{stream.name}-time", heading, "seconds", tuple(bars), "s", note=note, commands=tuple(commands))
 
 
 @dataclass(frozen=True)
@@ -280,8 +334,9 @@ def sweep_charts(groups: Sequence[Group]) -> list[Lines]:
         Lines(
             f"{stream.name}-{setting.replace('.', '-')}-{metric}", f"{stream}: {metric} against {setting}", setting,
             f"{metric}, %", tuple(sweep.line(metric) for sweep in members),
-            tuple(level for sweep in members for level in sweep.levels(metric)),
+            tuple({level.label: level for sweep in members for level in sweep.levels(metric)}.values()),
             log=all(x > 0 for sweep in members for x, _ in sweep.points),
+            commands=commands_of(group for sweep in members for group in sweep.groups),
         )
         for (stream, setting), members in sweeps.items() for metric in METRICS
         if all(group.metric(metric) for sweep in members for group in sweep.groups)

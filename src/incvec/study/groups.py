@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from incvec.config import digest
 from incvec.methods import find_method
 from incvec.study import style
-from incvec.study.runs import RunRecord, settings_text, yaml_value
+from incvec.study.runs import RunRecord, run_command, settings_text, yaml_value
 
 STAND_INS = {"variant=lite": "lite0-minilm, not CLIP"}  # settings that name a model in place of CLIP
 
@@ -79,6 +80,11 @@ class Group:
     def metric(self, name: str) -> list[float]:
         values = [run.record["metrics"][name] for run in self.runs]
         return [float(value) for value in values if value is not None]
+
+    @cached_property
+    def commands(self) -> tuple[str, ...]:
+        """The command of each run."""
+        return tuple(run_command(run.record["config"]) for run in self.runs)
 
     @property
     def curves(self) -> list[list[float]]:

@@ -33,7 +33,7 @@ class OracleGap(NamedTuple):
 
 def pair_with_oracle(records: Sequence[Record]) -> list[OracleGap | None]:
     """The gap of each run with add-ons; None for others, and without a plain run and an oracle to compare with."""
-    keys = [_comparison_key(record) for record in records]
+    keys = [comparison_key(record) for record in records]
     last: dict[tuple[str, bool], float] = {}
     for key, record in zip(keys, records, strict=True):
         if not record["addons"]:
@@ -48,7 +48,7 @@ def pair_with_oracle(records: Sequence[Record]) -> list[OracleGap | None]:
     return gaps
 
 
-def _comparison_key(record: Record) -> str:
+def comparison_key(record: Record) -> str:
     """Equal for a method, its oracle and the method with any add-on, all else (the seed included) being equal."""
     try:
         settings = host_changes(record)

@@ -13,6 +13,87 @@
     return parent.appendChild(node);
   }
 
+  function button(parent, text, label, act) {
+    const node = parent.appendChild(document.createElement("button"));
+    node.type = "button";
+    node.textContent = text;
+    node.setAttribute("aria-label", label);
+    node.addEventListener("click", act);
+    return node;
+  }
+
+  // Downloads ------------------------------------------------------------------------------------------------
+
+  function download(name, content) {
+    const link = document.createElement("a");
+    link.download = name;
+    link.href = typeof content === "string" && content.startsWith("data:") ? content : URL.createObjectURL(new Blob([content]));
+    link.click();
+    if (link.href.startsWith("blob:")) setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  // Text that a spreadsheet would run as a formula is quoted.
+  function csvCell(value) {
+    let text = value === null || value === undefined ? "" : String(value);
+    if (typeof value === "string" && /^[=+@\t\r-]/.test(text) && !/^[+-]?[\d.]/.test(text)) text = "'" + text;
+    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  }
+
+  const csv = (rows) => rows.map((row) => row.map(csvCell).join(",")).join("\n") + "\n";
+
+  function chartRows(c) {
+    if (c.kind === "bars") return [["run", c.x_label, "deviation", "seeds", "paper"], ...c.bars.map((b) => [b.label, b.value, b.error, b.seeds, b.paper])];
+    const name = (k) => c.names[k] ?? k + 1;
+    if (c.kind === "heat") return [[c.y_label, c.x_label, "percent"], ...c.matrix.flatMap((row, t) => row.map((value, i) => [name(t), name(i), value]))];
+    if (c.kind === "plane") return [[c.x_label, c.y_label, "loss"], ...c.values.flatMap((row, j) => row.map((value, i) => [c.x[i], c.y[j], value]))];
+    const head = ["run", c.x_label, ...(c.other_x_label ? [c.other_x_label] : []), c.y_label, "deviation", "seeds"];
+    const lines = [...c.lines, ...c.levels.map((level) => ({ ...level, x: level.x.map(() => "") }))];
+    return [head, ...lines.flatMap((l) => l.x.map((x, k) => [
+      l.label, c.x_names[x] ?? x, ...(c.other_x_label ? [l.other_x[k]] : []), l.y[k], l.errors ? l.errors[k] : null, l.seeds,
+    ]))];
+  }
+
+  // A picture of a plot as it is on the screen, with its title and legend.
+  function picture(plot) {
+    const c = plot.chart, whole = document.createElementNS(SVG, "svg"), shift = 34;
+    const drawn = plot.svg.cloneNode(true), from = [plot.svg, ...plot.svg.querySelectorAll("*")], to = [drawn, ...drawn.querySelectorAll("*")];
+    from.forEach((node, k) => {
+      const style = getComputedStyle(node);
+      for (const key of ["fill", "stroke", "font-size", "font-family", "opacity", "fill-opacity"]) to[k].style[key] = style[key];
+      to[k].removeAttribute("class");
+    });
+    const page = getComputedStyle(document.documentElement), value = (name) => page.getPropertyValue(name).trim();
+    const font = getComputedStyle(document.body).fontFamily;
+    drawn.setAttribute("y", shift);
+    drawn.setAttribute("width", plot.width);
+    const entries = c.kind === "lines" ? [...c.lines, ...c.levels].filter((l) => !plot.hidden.has(l.label)) : c.kind === "plane" ? c.marks : [];
+    const height = shift + plot.height + 20 * entries.length + 8;
+    make(whole, "rect", { width: plot.width, height, style: `fill:${value("--card")}` });
+    const title = make(whole, "text", { x: 10, y: 22, style: `fill:${value("--ink")};font:600 14px ${font}` }, c.title);
+    whole.appendChild(drawn);
+    entries.forEach((entry, k) => {
+      const y = shift + plot.height + 20 * k + 10, color = value(`--c-${entry.style.color.slice(1)}`);
+      if (c.kind === "lines") make(whole, "line", { x1: 12, x2: 44, y1: y, y2: y, style: `stroke:${color};stroke-width:2` });
+      make(whole, "path", { d: shape(entry.style.marker, 4.5), transform: `translate(28,${y})`, style: `fill:${color};stroke:${color}` });
+      make(whole, "text", { x: 54, y: y + 4, style: `fill:${value("--ink")};font:13px ${font}` }, entry.text ? `${entry.label}: ${entry.text}` : entry.label);
+    });
+    whole.setAttribute("xmlns", SVG);
+    whole.setAttribute("width", plot.width);
+    whole.setAttribute("height", height);
+    plot.holder.appendChild(whole);
+    plot.fit(title, plot.width - 20, c.title);
+    whole.remove();
+    const image = new Image(), scale = 2;
+    image.addEventListener("load", () => {
+      const canvas = document.createElement("canvas");
+      canvas.width = plot.width * scale;
+      canvas.height = height * scale;
+      canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+      download(`${c.slug}.png`, canvas.toDataURL("image/png"));
+    });
+    image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(new XMLSerializer().serializeToString(whole));
+  }
+
   // Matplotlib's markers as paths around the origin.
   function shape(letter, r) {
     const ring = (n, turn, radius = () => r) =>
@@ -65,7 +146,9 @@
     const stops = DATA.stops, place = clamp(share, 0, 1) * (stops.length - 1), low = Math.min(Math.floor(place), stops.length - 2);
     const part = (hex, k) => parseInt(hex.slice(1 + 2 * k, 3 + 2 * k), 16);
     const mixed = [0, 1, 2].map((k) => Math.round(part(stops[low], k) + (place - low) * (part(stops[low + 1], k) - part(stops[low], k))));
-    return { fill: `rgb(${mixed})`, ink: 0.3 * mixed[0] + 0.59 * mixed[1] + 0.11 * mixed[2] > 120 ? "#000" : "#fff" };
+    const [r, g, b] = mixed.map((v) => (v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+    // The luminance at which black and white have the same contrast.
+    return { fill: `rgb(${mixed})`, ink: 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000" : "#fff" };
   }
 
   class Plot {
@@ -79,26 +162,44 @@
       this.tip.className = "tip";
       this.tip.hidden = true;
       this.tip.setAttribute("role", "status");
-      const full = this.full = this.extent();
-      this.view = { ...full };
+      this.full = this.extent();
+      this.view = { ...this.full };
       const tools = figure.querySelector(".tools");
-      for (const [text, label, act] of [
-        ["+", "zoom in", () => this.scale(0.7)], ["−", "zoom out", () => this.scale(1 / 0.7)], ["reset", "show all", () => this.set(full)],
-      ]) {
-        const button = tools.appendChild(document.createElement("button"));
-        button.type = "button";
-        button.textContent = text;
-        button.setAttribute("aria-label", label);
-        button.addEventListener("click", act);
+      button(tools, "+", "zoom in", () => this.scale(0.7));
+      button(tools, "−", "zoom out", () => this.scale(1 / 0.7));
+      button(tools, "reset", "show all", () => this.set(this.full));
+      if (chart.other_x_label) {
+        const other = button(tools, "", "", () => { this.turn(); name(); });
+        const name = () => { other.textContent = `x: ${chart.other_x_label.split(" (")[0]}`; other.setAttribute("aria-label", `show ${chart.other_x_label} on the axis`); };
+        name();
       }
-      if (chart.kind === "lines") this.legend(figure.querySelector(".legend"));
+      button(tools, "CSV", "download the numbers as CSV", () => download(`${chart.slug}.csv`, csv(chartRows(chart))));
+      button(tools, "PNG", "download the picture as PNG", () => picture(this));
+      if (chart.commands.length) button(tools, "command", "download the commands of these runs", () => download(`${chart.slug}-commands.txt`, chart.commands.join("\n") + "\n"));
+      if (chart.kind === "lines") this.legend(figure.querySelector(".legend"), [...chart.lines, ...chart.levels]);
+      if (chart.kind === "plane") this.legend(figure.querySelector(".legend"), chart.marks);
       this.listen();
       new ResizeObserver(() => { if (Math.abs(this.holder.clientWidth - this.width) > 1) this.draw(); }).observe(this.holder);
       this.draw();
     }
 
+    // The other axis in place of this one.
+    turn() {
+      const c = this.chart;
+      for (const line of c.lines) [line.x, line.other_x] = [line.other_x, line.x];
+      [c.x_label, c.other_x_label] = [c.other_x_label, c.x_label];
+      this.full = this.extent();
+      this.set(this.full);
+    }
+
     extent() {
       const c = this.chart;
+      if (c.kind === "plane") {
+        const half = (values) => Math.abs(values.at(-1) - values[0]) / Math.max(1, values.length - 1) / 2;
+        const ends = (values) => [Math.min(...values) - half(values), Math.max(...values) + half(values)];
+        const [[x0, x1], [y0, y1]] = [ends(c.x), ends(c.y)];
+        return { x0, x1, y0, y1 };
+      }
       if (c.kind === "heat") return { x0: 0.5, x1: c.matrix.length + 0.5, y0: c.matrix.length + 0.5, y1: 0.5 };
       if (c.kind === "bars") {
         const values = c.bars.flatMap((b) => [b.value - (b.error || 0), b.value + (b.error || 0), b.paper ?? b.value]);
@@ -137,17 +238,18 @@
       this.narrow = this.width < 480;
       this.svg.replaceChildren();
       this.points = [];
-      if (c.kind === "heat") this.height = Math.min(this.width, 460);
+      if (c.kind === "heat") this.height = Math.min(this.width, 460) + (this.tall() ? 60 : 0);
+      else if (c.kind === "plane") this.height = clamp((this.width - 70) * (this.full.y1 - this.full.y0) / (this.full.x1 - this.full.x0), 180, 460) + 52;
       else if (c.kind === "bars") this.height = c.bars.length * (this.narrow ? 44 : 30) + 52;
       else this.height = clamp(this.width * 0.62, 230, 360);
       const names = c.kind === "bars" && !this.narrow ? clamp(Math.max(...c.bars.map((b) => b.label.length)) * 8 + 20, 60, this.width * 0.45) : 0;
       // Space for the longest number beside the marks.
-      const numbers = c.kind === "bars" ? c.bars.map((b) => shown(b.value, c.signed)) : c.kind === "lines" ? ticks(this.view.y0, this.view.y1, 5).map(String) : ["25"];
-      const room = 8 * Math.max(...numbers.map((text) => text.length));
+      const numbers = c.kind === "bars" ? c.bars.map((b) => shown(b.value, c.signed)) : c.kind === "heat" ? (this.tall() ? c.names.map((name) => this.short(name)) : ["25"]) : ticks(this.view.y0, this.view.y1, 5).map(String);
+      const room = (c.kind === "heat" ? 7 : 8) * Math.max(...numbers.map((text) => text.length));
       this.left = c.kind === "bars" ? (this.narrow ? 6 : names) : 30 + room;
       this.right = this.width - (c.kind === "bars" ? 14 + room : 12);
       this.top = 8;
-      this.bottom = this.height - 44;
+      this.bottom = this.height - (this.tall() ? 30 + 7 * Math.max(...numbers.map((text) => text.length)) : 44);
       this.svg.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
       this.svg.setAttribute("height", this.height);
       const id = `clip-${c.slug}`;
@@ -163,7 +265,7 @@
       const marks = this.axisX();
       for (const y of ticks(v.y0, v.y1, 5)) {
         make(this.svg, "line", { class: "grid", x1: this.left, x2: this.right, y1: this.py(y), y2: this.py(y) });
-        make(this.svg, "text", { x: this.left - 6, y: this.py(y) + 4, "text-anchor": "end" }, String(y).replace("-", "−"));
+        make(this.svg, "text", { x: this.left - 6, y: this.py(y) + 4, "text-anchor": "end" }, this.number(y));
       }
       make(this.svg, "text", { class: "title", x: 12, y: (this.top + this.bottom) / 2, transform: `rotate(-90 12 ${(this.top + this.bottom) / 2})`, "text-anchor": "middle" }, c.y_label);
       for (const [x, text] of marks) make(this.svg, "text", { x: this.px(x), y: this.bottom + 16, "text-anchor": "middle" }, text);
@@ -175,7 +277,7 @@
         if (this.hidden.has(level.label)) continue;
         const y = this.py(level.y.at(-1));
         make(inside, "line", { x1: this.left, x2: this.right, y1: y, y2: y, "stroke-width": 1.5, "stroke-dasharray": "9 3 2 3", style: `stroke:${ink(level.style.color)}` });
-        this.points.push({ x: this.right - 8, y, name: level.label, text: `${metric} ${shown(level.y.at(-1))} %${this.deviation(level, level.y.length - 1)}` });
+        this.points.push({ x: this.right - 8, y, name: level.label, text: `${metric} ${shown(level.y.at(-1))}${c.unit}${this.deviation(level, level.y.length - 1)}` });
       }
       for (const line of c.lines) {
         if (this.hidden.has(line.label)) continue;
@@ -191,19 +293,27 @@
         });
         spots.forEach(([x, y], k) => {
           if (!c.dense || k === spots.length - 1) marker(inside, line.style, x, y);
-          const where = c.log || c.x_label !== "tasks learned" ? `${c.x_label} ${+line.x[k].toPrecision(4)}` : `after task ${line.x[k]}`;
-          this.points.push({ x, y, name: line.label, text: `${where}: ${shown(line.y[k])} %${this.deviation(line, k)}` });
+          const where = c.x_names[line.x[k]] ?? (c.x_label === "tasks learned" ? `after task ${line.x[k]}` : `${c.x_label.split(" (")[0]} ${+line.x[k].toPrecision(4)}`);
+          const value = c.unit ? shown(line.y[k]) : String(+line.y[k].toPrecision(4)).replace("-", "−");
+          this.points.push({ x, y, name: line.label, text: `${where}: ${value}${c.unit}${this.deviation(line, k)}` });
         });
       }
     }
 
     deviation(line, k) { return line.errors ? ` ± ${line.errors[k].toFixed(2)} (${line.seeds} seeds)` : ""; }
 
+    number(value) { return String(value).replace("-", "−"); }
+
+    // Whether the rows and columns of a matrix have names, which need space.
+    tall() { return this.chart.kind === "heat" && this.chart.names.some((name) => name.length > 2); }
+    short(name) { const most = this.narrow ? 9 : 14; return name.length > most ? name.slice(0, most - 1) + "…" : name; }
+
     axisX() {
-      const c = this.chart, v = this.view, room = Math.max(2, Math.floor((this.right - this.left) / 48));
+      const c = this.chart, v = this.view, widest = Math.max(0, ...c.x_names.map((name) => name.length)) * 8;
+      const room = Math.max(2, Math.floor((this.right - this.left) / Math.max(48, widest)));
       const given = [...new Set(c.lines.flatMap((l) => l.x))].sort((a, b) => a - b).filter((x) => this.along(x) >= v.x0 && this.along(x) <= v.x1);
       const every = Math.ceil(given.length / room);
-      if (given.length && !c.dense) return given.filter((_, k) => k % every === 0).map((x) => [this.along(x), String(x)]);
+      if (given.length && !c.dense) return given.filter((_, k) => k % every === 0).map((x) => [this.along(x), c.x_names[x] ?? String(x)]);
       return c.log ? [] : ticks(v.x0, v.x1, room).map((x) => [x, String(x)]);
     }
 
@@ -247,16 +357,47 @@
         const x = this.px(i + 0.5), y = this.py(t + 0.5), h = Math.abs(high), { fill, ink: on } = blend((value - c.low) / (c.high - c.low || 1));
         make(inside, "rect", { x: x + 0.5, y: y + 0.5, width: Math.max(wide - 1, 0.5), height: Math.max(h - 1, 0.5), rx: 2, style: `fill:${fill}` });
         if (wide > 33 && h > 15) make(inside, "text", { x: x + wide / 2, y: y + h / 2 + 4, "text-anchor": "middle", style: `fill:${on}` }, value.toFixed(1));
-        this.points.push({ x: x + wide / 2, y: y + h / 2, name: c.label, text: `after task ${t + 1}, on task ${i + 1}: ${shown(value)} %`, box: [x, y, x + wide, y + h] });
+        const where = c.cell_text.replace("{row}", () => c.names[t] ?? t + 1).replace("{column}", () => c.names[i] ?? i + 1);
+        this.points.push({ x: x + wide / 2, y: y + h / 2, name: c.label, text: `${where}: ${shown(value)} %`, box: [x, y, x + wide, y + h] });
       }));
       const every = Math.ceil(n / Math.max(1, Math.floor((this.right - this.left) / 22)));
       for (let k = 1; k <= n; k++) {
         if ((k - 1) % every) continue;
-        if (this.px(k) > this.left && this.px(k) < this.right) make(this.svg, "text", { x: this.px(k), y: this.bottom + 18, "text-anchor": "middle" }, k);
-        if (this.py(k) > this.top && this.py(k) < this.bottom) make(this.svg, "text", { x: this.left - 8, y: this.py(k) + 4, "text-anchor": "end" }, k);
+        const name = c.names.length ? this.short(c.names[k - 1]) : k, x = this.px(k), y = this.bottom + 8;
+        const place = this.tall() ? { x: x + 4, y, transform: `rotate(-90 ${x + 4} ${y})`, "text-anchor": "end" } : { x, y: y + 10, "text-anchor": "middle" };
+        if (x > this.left && x < this.right) make(this.svg, "text", place, name);
+        if (this.py(k) > this.top && this.py(k) < this.bottom) make(this.svg, "text", { x: this.left - 8, y: this.py(k) + 4, "text-anchor": "end" }, name);
       }
-      make(this.svg, "text", { class: "title", x: (this.left + this.right) / 2, y: this.height - 6, "text-anchor": "middle" }, "tested on task");
-      make(this.svg, "text", { class: "title", x: 12, y: (this.top + this.bottom) / 2, transform: `rotate(-90 12 ${(this.top + this.bottom) / 2})`, "text-anchor": "middle" }, "after learning task");
+      this.titles();
+    }
+
+    titles() {
+      const c = this.chart, middle = (this.top + this.bottom) / 2;
+      make(this.svg, "text", { class: "title", x: (this.left + this.right) / 2, y: this.height - 6, "text-anchor": "middle" }, c.x_label);
+      make(this.svg, "text", { class: "title", x: 12, y: middle, transform: `rotate(-90 12 ${middle})`, "text-anchor": "middle" }, c.y_label);
+    }
+
+    plane(id) {
+      const c = this.chart, logs = c.values.map((row) => row.map((value) => Math.log10(Math.max(value, 1e-6))));
+      const sorted = logs.flat().sort((a, b) => a - b), low = sorted[0], high = sorted[Math.floor(0.97 * (sorted.length - 1))];
+      const inside = make(this.svg, "g", { "clip-path": `url(#${id})` });
+      const step = (values, k) => (values[Math.min(k + 1, values.length - 1)] - values[Math.max(k - 1, 0)]) / (k > 0 && k < values.length - 1 ? 2 : 1);
+      const cells = make(inside, "g", { "shape-rendering": "crispEdges" });
+      logs.forEach((row, j) => row.forEach((value, i) => {
+        const w = step(c.x, i) / 2, h = step(c.y, j) / 2, x = this.px(c.x[i] - w), y = this.py(c.y[j] + h);
+        const wide = this.px(c.x[i] + w) - x, high_ = this.py(c.y[j] - h) - y;
+        make(cells, "rect", { x, y, width: wide + 0.6, height: high_ + 0.6, style: `fill:${blend((value - low) / (high - low || 1)).fill}` });
+        this.points.push({ x: x + wide / 2, y: y + high_ / 2, name: `${this.number(+c.x[i].toPrecision(3))}, ${this.number(+c.y[j].toPrecision(3))}`, text: `loss ${shown(c.values[j][i])}`, box: [x, y, x + wide, y + high_] });
+      }));
+      for (const mark of c.marks) {
+        if (this.hidden.has(mark.label)) continue;
+        const x = this.px(mark.x), y = this.py(mark.y);
+        marker(inside, { ...mark.style, hollow: false }, x, y, 6).style.stroke = "#fff";
+        this.points.unshift({ x, y, name: mark.label, text: mark.text, box: [x - 9, y - 9, x + 9, y + 9] });
+      }
+      for (const x of ticks(this.view.x0, this.view.x1, Math.max(2, Math.floor((this.right - this.left) / 60)))) make(this.svg, "text", { x: this.px(x), y: this.bottom + 18, "text-anchor": "middle" }, this.number(x));
+      for (const y of ticks(this.view.y0, this.view.y1, 5)) make(this.svg, "text", { x: this.left - 6, y: this.py(y) + 4, "text-anchor": "end" }, this.number(y));
+      this.titles();
     }
 
     // Shorten a name that does not fit; the tooltip shows all of it.
@@ -264,17 +405,16 @@
       for (let n = text.length; n > 4 && node.getComputedTextLength() > room; n--) node.textContent = text.slice(0, n - 1) + "…";
     }
 
-    legend(list) {
-      const all = [...this.chart.lines, ...this.chart.levels];
+    legend(list, all) {
       for (const line of all) {
         const button = list.appendChild(document.createElement("button"));
         button.type = "button";
         button.setAttribute("aria-pressed", "true");
         const sample = make(button, "svg", { width: 34, height: 16, "aria-hidden": "true" });
-        const level = this.chart.levels.includes(line);
-        make(sample, "line", { x1: 1, x2: 33, y1: 8, y2: 8, "stroke-width": 2, "stroke-dasharray": level ? "9 3 2 3" : line.style.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.style.color)}` });
+        const plane = this.chart.kind === "plane", level = !plane && this.chart.levels.includes(line);
+        if (!plane) make(sample, "line", { x1: 1, x2: 33, y1: 8, y2: 8, "stroke-width": 2, "stroke-dasharray": level ? "9 3 2 3" : line.style.dashes.map((d) => d * 2).join(" "), style: `stroke:${ink(line.style.color)}` });
         if (!level) marker(sample, line.style, 17, 8);
-        button.append(line.label);
+        button.append(plane ? `${line.label}: ${line.text}` : line.label);
         button.addEventListener("click", () => {
           const off = !this.hidden.delete(line.label);
           if (off) this.hidden.add(line.label);
@@ -292,9 +432,10 @@
 
     nearest(x, y) {
       let best = -1, reach = 36;
-      this.points.forEach((point, k) => {
+      this.points.forEach((point, k) => { // marks come before the cells below them
         const inBox = point.box && x >= point.box[0] && x <= point.box[2] && y >= point.box[1] && y <= point.box[3];
         const apart = inBox ? 0 : point.box ? Infinity : Math.hypot(point.x - x, point.y - y);
+        if (best >= 0 && reach === 0) return;
         const visible = point.y > this.top - 6 && point.y < this.bottom + 6 && point.x > this.left - 6 && point.x < this.right + 6;
         if (visible && apart < reach) [best, reach] = [k, apart];
       });
@@ -400,6 +541,10 @@
 
   themeSwitch();
   document.querySelectorAll("table").forEach(sortable);
+  document.querySelectorAll(".table").forEach((holder) => button(holder.querySelector(".tools"), "CSV", "download the table as CSV", () => {
+    const rows = [...holder.querySelectorAll("tr")].map((row) => [...row.cells].map((cell) => cell.textContent.replaceAll("−", "-")));
+    download(`${holder.id}.csv`, csv(rows));
+  }));
   document.querySelectorAll(".filter input").forEach((box) => {
     const holder = box.closest(".table");
     const update = () => holder.classList.toggle("hide", !box.checked);
@@ -407,4 +552,5 @@
     update();
   });
   for (const chart of DATA.charts) new Plot(document.getElementById(chart.slug), chart);
+  document.documentElement.dataset.ready = "true";
 })();

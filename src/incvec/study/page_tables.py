@@ -40,12 +40,8 @@ def gain_table(dataset: str, runs: Sequence[RunRecord]) -> Table | None:
 
 def with_labels(table: Table) -> Table:
     """With labels in place of the runs' names, and without empty columns."""
-    used = [place for place in range(len(table.columns)) if any(row.cells[place].text for row in table.rows)]
-    rows = [
-        make_row(style.label(row.cells[0].text), *(row.cells[place] for place in used[1:]), dim=row.dim)
-        for row in table.rows
-    ]
-    return Table([table.columns[place] for place in used], rows, table.title, table.note, table.slug)
+    rows = [make_row(style.label(row.cells[0].text), *row.cells[1:], dim=row.dim) for row in table.rows]
+    return Table(table.columns, rows, table.title, table.note, table.slug).without_empty_columns()
 
 
 def gap_table(dataset: str, groups: Sequence[Group]) -> Table | None:

@@ -3,7 +3,7 @@
 A run is identified by its title (`incvec.records.title`): `podnet`, `podnet + ivt`, `podnet oracle`. A plain method has
 a style of its own, with a hollow marker in charts. A method with add-ons has the style of its last add-on. Every oracle
 is a green star. Colors are from the schemes of Okabe and Ito and of Tol, which color-blind readers can tell apart.
-Methods that share a color differ in their markers.
+Methods that share a color differ in their markers. `distinct` gives the runs of one chart different colors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ NOTE_COLOR = "#555555"
 GRID = "#E5E5E5"
 COLORMAP = "viridis"  # ordered quantities in figures: tasks, losses
 HEATMAP = "cividis"  # accuracy matrices
-DARK_BACKGROUND = "#1C2126"
+LIGHT_BACKGROUND, DARK_BACKGROUND = "#F7F8FA", "#1C2126"
 CONTRAST = 4.5  # the minimum that WCAG requires of text
+GRAPHIC_CONTRAST = 3.0  # and of lines and marks
 DOTTED, DASHED = (1.0, 1.5), (5.0, 2.0)
 
 
@@ -60,13 +61,20 @@ METHODS = {
 }
 ADDONS = {
     "ivt": RunStyle("IVT", "#0072B2", "o"),
-    "eopc": RunStyle("EOPC", "#56B4E9", "X"),
+    "eopc": RunStyle("EOPC", "#EE3377", "X"),
     "cofima": RunStyle("CoFiMA", "#AA4499", "p"),
     "magmax": RunStyle("MagMax", "#E69F00", "h"),
     "imm": RunStyle("IMM", "#999933", "d"),
     "fisher-merge": RunStyle("Fisher merge", "#332288", "8"),
 }
-SPARE = (("#000000", "8"), ("#117733", "H"), ("#661100", "1"))  # for names that are not listed
+SPARE = (("#000000", "8"), ("#117733", "H"), ("#661100", "p"))  # for names that are not listed
+# Colors for further runs of one chart, told apart on a light and on a dark background.
+DISTINCT = (
+    "#0072B2", "#D55E00", "#009E73", "#EE3377", "#BBBB00", "#661100", "#AA4499", "#E69F00", "#332288", "#CC6677",
+    "#7F7F7F", "#44AA99",
+)  # fmt: skip
+MARKERS = "osD^vX<p>dPh*8H"
+MAX_LABEL = 60  # characters of a name in titles and labels
 DATASETS = {
     "aircraft": "Aircraft",
     "cifar100": "CIFAR-100",
@@ -83,16 +91,36 @@ def run_style(title: str) -> RunStyle:
     return style._replace(label=label(title), hollow=not addons and not oracle)
 
 
+def distinct(titles: Sequence[str]) -> list[RunStyle]:
+    """The styles of runs in one chart: each its own if it is still free, else another color and marker."""
+    own = [run_style(title) for title in titles]
+    colors = [color for color in DISTINCT if color not in {style.color for style in own}]
+    markers = [marker for marker in MARKERS if marker not in {style.marker for style in own}]
+    styles: list[RunStyle] = []
+    for number, style in enumerate(own):
+        taken = style.color in {other.color for other in styles}
+        color = colors.pop(0) if taken and colors else DISTINCT[number % len(DISTINCT)]
+        marker = markers.pop(0) if taken and markers else MARKERS[number % len(MARKERS)]
+        styles.append(style._replace(color=color, marker=marker) if taken else style)
+    return styles
+
+
 def label(title: str) -> str:
     """`podnet + ivt` -> `PODNet + IVT`."""
     method, addons, oracle = parse_title(title)
     names = [_entry(METHODS, method).label, *(_entry(ADDONS, name).label for name in addons)]
-    return " + ".join(names) + (" oracle" if oracle else "")
+    return " + ".join(map(shorten, names)) + (" oracle" if oracle else "")
 
 
 def dataset(name: str) -> str:
     """`cifar100` -> `CIFAR-100`."""
-    return DATASETS.get(name, name)
+    return DATASETS.get(name) or shorten(name)
+
+
+def shorten(text: str) -> str:
+    """On one line, without characters that cannot be printed, of bounded length."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 1] + "…"
 
 
 def parse_title(title: str) -> tuple[str, list[str], bool]:
@@ -103,22 +131,32 @@ def parse_title(title: str) -> tuple[str, list[str], bool]:
 
 
 def _entry(known: dict[str, RunStyle], name: str) -> RunStyle:
-    return known.get(name) or RunStyle(name, *SPARE[sum(name.encode()) % len(SPARE)])
+    return known.get(name) or RunStyle(name, *SPARE[sum(name.encode(errors="replace")) % len(SPARE)])
 
 
 def palette() -> list[str]:
     """Every color that a run can have."""
     styles = (ORACLE, *METHODS.values(), *ADDONS.values())
-    return list(dict.fromkeys([*(style.color for style in styles), *(color for color, _ in SPARE)]))
+    return list(dict.fromkeys([*(style.color for style in styles), *(color for color, _ in SPARE), *DISTINCT]))
 
 
-def dark(color: str, background: str = DARK_BACKGROUND) -> str:
+def light(color: str) -> str:
+    """The color mixed with just enough black to have `GRAPHIC_CONTRAST` on a light background."""
+    return readable(color, 0, LIGHT_BACKGROUND, GRAPHIC_CONTRAST)
+
+
+def dark(color: str) -> str:
     """The color mixed with just enough white to have `CONTRAST` on a dark background."""
+    return readable(color, 255, DARK_BACKGROUND, CONTRAST)
+
+
+def readable(color: str, towards: int, background: str, ratio: float) -> str:
+    """The color mixed with black (0) or white (255) until its contrast is at least `ratio`."""
     for step in range(21):
-        mixed = [round(value + step / 20 * (255 - value)) for value in channels(color)]
-        if contrast(mixed, channels(background)) >= CONTRAST:
-            return "#" + "".join(f"{value:02X}" for value in mixed)
-    return "#FFFFFF"
+        mixed = [round(value + step / 20 * (towards - value)) for value in channels(color)]
+        if contrast(mixed, channels(background)) >= ratio:
+            break
+    return "#" + "".join(f"{value:02X}" for value in mixed)
 
 
 def channels(color: str) -> list[int]:

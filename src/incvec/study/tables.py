@@ -18,11 +18,11 @@ from rich import box
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from incvec.config import digest
+from incvec.file_names import safe_name
 
 MISSING = "–"
+LONG_TABLE = 60  # rows; a longer one opens on a click
 LONG_CODE = 40  # characters; longer code may break across lines
-MAX_NAME = 100  # characters of a file name, without its ending
 COMMIT = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -73,6 +73,11 @@ class Table:
         self.note = note
         self.slug = safe_name(slug) if slug else ""
 
+    def without_empty_columns(self) -> Table:
+        used = [place for place in range(len(self.columns)) if any(row.cells[place].text for row in self.rows)]
+        rows = [Row(tuple(row.cells[place] for place in used), row.dim) for row in self.rows]
+        return Table([self.columns[place] for place in used], rows, self.title, self.note, self.slug)
+
     def texts(self) -> list[list[str]]:
         return [[cell.text for cell in row.cells] for row in self.rows]
 
@@ -81,7 +86,7 @@ class Table:
         lines = ["| " + " | ".join(column.heading for column in self.columns) + " |"]
         lines.append("|" + "|".join("---:" if align and column.numeric else "---" for column in self.columns) + "|")
         for row in self.rows:
-            texts = [cell.text.replace("|", "\\|") for cell in row.cells]
+            texts = [" ".join(cell.text.splitlines()).replace("|", "\\|") for cell in row.cells]
             shown = [f"`{text}`" if cell.code else text for cell, text in zip(row.cells, texts, strict=True)]
             lines.append("| " + " | ".join(shown) + " |")
         return "\n".join(lines)
@@ -93,7 +98,8 @@ class Table:
         kinds = "".join(self._latex_kind(place) for place in range(len(self.columns)))
         lines += [rf"\begin{{tabular}}{{@{{}}{kinds}@{{}}}}", r"\toprule"]
         lines += [" & ".join(escape_latex(column.heading) for column in self.columns) + r" \\", r"\midrule"]
-        lines += [" & ".join(map(latex_cell, row.cells)) + r" \\" for row in self.rows]
+        rows = [" & ".join(map(latex_cell, row.cells)) + r" \\" for row in self.rows]
+        lines += ["{}" + row if row[0] in "[*" else row for row in rows]  # not an option of the line break before it
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
     def html(self, section: str = "") -> str:
@@ -103,6 +109,9 @@ class Table:
         lines += [f'<p class="note">{html.escape(self.note)}</p>'] if self.note else []
         if any(row.dim for row in self.rows) and not all(row.dim for row in self.rows):
             lines.append('<label class="filter"><input type="checkbox"> also show rows without runs</label>')
+        lines.append('<div class="tools"></div>')
+        long = len(self.rows) > LONG_TABLE
+        lines += [f"<details><summary>all {len(self.rows)} rows</summary>"] if long else []
         lines.append('<div class="scroll" tabindex="0"><table><thead>')
         kinds = ["number" if column.numeric else "" for column in self.columns]
         heads = [
@@ -113,7 +122,7 @@ class Table:
         for row in self.rows:
             cells = [html_cell(cell, kind) for cell, kind in zip(row.cells, kinds, strict=True)]
             lines.append(('<tr class="not-run">' if row.dim else "<tr>") + "".join(cells) + "</tr>")
-        return "".join([*lines, "</tbody></table></div></div>"])
+        return "".join([*lines, "</tbody></table></div>", "</details>" if long else "", "</div>"])
 
     def rich(self) -> RichTable:
         """For a terminal: the first column folds if the terminal is narrow, numbers never do."""
@@ -163,6 +172,15 @@ def mean(
     return Cell(text, average)
 
 
+def signed_mean(values: Sequence[float], form: str = ".2f") -> Cell:
+    """`+1.30 ± 0.41`: the mean of differences with their standard deviation."""
+    if not values:
+        return Cell(MISSING)
+    average = statistics.mean(values)
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return Cell(f"{average:+{form}}{spread}", average)
+
+
 def code(text: str, missing: str = MISSING) -> Cell:
     return Cell(text or missing, code=bool(text))
 
@@ -178,15 +196,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def safe_name(text: str) -> str:
-    """A file name: letters, digits, '.', '_' and '-', of bounded length.
-
-    A name that has to be changed gets a digest of the original, so that two names never become one.
-    """
-    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip(".-")[:MAX_NAME]
-    return safe if safe and safe == text else f"{safe[: MAX_NAME - 7]}-{digest(text)[:6]}".lstrip("-")
-
-
 def html_cell(cell: Cell, kind: str) -> str:
     text = html.escape(cell.text if cell.value is None else cell.text.replace("-", "−"))
     if cell.code and len(text) > LONG_CODE:  # may break between its words, but not within `--seed`
@@ -199,7 +208,8 @@ def html_cell(cell: Cell, kind: str) -> str:
 
 
 def escape_latex(text: str) -> str:
-    return "".join(LATEX.get(letter, letter) for letter in text)
+    """Every special character as text, so that a name cannot contain a command."""
+    return "".join(LATEX.get(letter, letter) if letter.isprintable() else " " for letter in text)
 
 
 def latex_cell(cell: Cell) -> str:

@@ -346,3 +346,45 @@ def test_a_store_larger_than_memory(large_store: Path, tmp_path: Path, program: 
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(output)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("side", -1), ("side", "x"), ("classes", []), ("classes", [1]), ("classes", ["a", "a"]), ("about", {}),
+        ("about", None), ("parts", {}), ("parts", []), ("fingerprint", 5), ("format", None), ("format", "x"),
+    ],
+)  # fmt: skip
+def test_metadata_with_odd_values_and_a_right_hash_is_refused(store: Path, key: str, value: object) -> None:
+    metadata = json.loads((store / "store.json").read_text())
+    del metadata["hash"]
+    metadata[key] = value
+    write_with_hash(store, metadata)
+    with pytest.raises(DataError, match=r"store\.json is damaged: "):
+        open_store(store)
+
+
+def write_with_hash(store: Path, metadata: dict[str, object]) -> None:
+    hash_ = sha256(json.dumps(metadata, sort_keys=True).encode())
+    (store / "store.json").write_text(json.dumps({**metadata, "hash": hash_}))
+
+
+def test_shard_outside_of_the_store_is_refused(store: Path) -> None:
+    metadata = json.loads((store / "store.json").read_text())
+    del metadata["hash"]
+    metadata["parts"]["train"]["shards"][0][0] = "../train-00000.bin"
+    write_with_hash(store, metadata)
+    with pytest.raises(DataError, match=r"shards.0.0 is '../train-00000.bin'"):
+        open_store(store)
+
+
+def test_labels_beyond_the_classes_are_refused(store: Path) -> None:
+    labels = np.fromfile(store / "train-labels.bin", dtype="<i4")
+    labels[0] = 999
+    labels.tofile(store / "train-labels.bin")
+    metadata = json.loads((store / "store.json").read_text())
+    del metadata["hash"]
+    metadata["parts"]["train"]["labels_hash"] = sha256(labels.tobytes())
+    write_with_hash(store, metadata)
+    with pytest.raises(DataError, match="has labels beyond"):
+        check(store)

@@ -463,3 +463,26 @@ def test_a_worker_that_dies_at_the_start_is_reported(
     monkeypatch.setattr(store_chunks.ProcessPoolExecutor, "submit", fail)
     with pytest.raises(DataError, match=r"a packing process died.*below `if __name__ == '__main__':`"):
         pack(list_images(root), tmp_path / "store", 8, workers=2, chunk_rows=2)
+
+
+def test_processes_are_not_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C goes to all processes of a terminal; from their first instruction on, only the parent acts on it."""
+    root = make_root(tmp_path / "images")
+    program = (
+        "import os, signal, sys\n"
+        "from incvec.data.layouts import list_images\n"
+        "from incvec.data.store import chunks, write\n"
+        "start = chunks.forkserver.ensure_running\n"
+        "def ensure_running():\n"
+        "    start()\n"
+        "    os.kill(chunks.forkserver._forkserver._forkserver_pid, signal.SIGINT)\n"
+        "chunks.forkserver.ensure_running = ensure_running\n"
+        "if __name__ == '__main__':\n"
+        "    write.pack(list_images(sys.argv[1]), sys.argv[2], side=8, workers=2, chunk_rows=4)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py", root, tmp_path / "store"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "store" / "store.json").is_file()

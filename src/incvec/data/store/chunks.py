@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -50,6 +51,13 @@ def write_chunks(root: Path, chunks: Sequence[Chunk], workers: int) -> Iterator[
         return
     context = _Context()
     context.set_forkserver_preload([__name__])
+    # Ctrl-C is for the parent. The fork server inherits the mask, and its children do, before they can run any code.
+    resource_tracker.ensure_running()  # first: it would unblock the signal again
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with ProcessPoolExecutor(workers, context, initializer=_initialize_worker) as pool:
         try:
             jobs = {pool.submit(write_chunk, root, chunk): chunk for chunk in chunks}
@@ -102,8 +110,7 @@ def _decode(chunk: Chunk, unreadable: list[tuple[int, str]]) -> Iterator[memoryv
 
 
 def _initialize_worker() -> None:
-    """Leave Ctrl-C and SIGTERM to the parent, and exit when the parent is gone, however it ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leave SIGTERM to the parent, as Ctrl-C, and exit when the parent is gone, however it ended."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from incvec.data.options import Placement
+
 MEMORY_FRACTION = 0.6  # of the free memory, for resident images; the rest is for the network
-Placement = Literal["resident", "streamed"]
 Bytes = NDArray[np.uint8]
 Rows = NDArray[np.int64]
 

@@ -18,16 +18,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
+from incvec.config import first_problem
 from incvec.data.image_files import Progress
-from incvec.data.store.mapped import PackedImages, Placement
-from incvec.errors import DataError
+from incvec.data.options import Placement
+from incvec.data.store.mapped import PackedImages
+from incvec.errors import DataError, shorten
+from incvec.text_files import read_bytes
 
 FORMAT = 3  # 2: resized by torchvision's bilinear filter
 STORE = "store.json"
@@ -35,6 +39,9 @@ JOURNAL = "journal.jsonl"
 UNREADABLE = "unreadable.txt"  # images that could not be read; a complete store was packed without them
 PARTS = ("train", "test")
 LEFT_OUT = -1
+MAX_FILE = 1 << 32  # bytes of all files but the shards
+Positive = Annotated[int, Field(ge=1, lt=1 << 40)]
+FileName = Annotated[str, Field(pattern=r"^(train|test)-[0-9]{5}\.bin$")]
 SHOWN = 10  # damaged places in one message
 PACK_AGAIN = "Remove the store and pack the images again with `incvec data pack`."
 
@@ -46,6 +53,49 @@ def sha256(content: bytes) -> str:
 def checksum(content: bytes | memoryview, previous: str = "0") -> str:
     """CRC-32 of pixels, continued from the checksum of the bytes before them."""
     return f"{zlib.crc32(content, int(previous, 16)):08x}"
+
+
+class PartMetadata(BaseModel):
+    """One part in store.json; the fields of `StorePart`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    shards: Annotated[tuple[tuple[FileName, Positive], ...], Field(min_length=1)]
+    chunk_rows: Positive
+    checksums: tuple[str, ...]
+    labels_hash: str
+    files_hash: str
+
+
+class About(BaseModel):
+    """What store.json tells about the packed images."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    layout: str
+    split: str
+    class_list: str | None
+    left_out: Annotated[int, Field(ge=0)]
+    left_out_by_class: dict[str, Positive]
+    key: str
+
+
+class Metadata(BaseModel):
+    """The content of store.json."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    side: Annotated[int, Field(ge=1, le=1 << 16)]
+    classes: Annotated[tuple[str, ...], Field(min_length=1)]
+    about: About
+    parts: dict[Literal["train", "test"], PartMetadata]
+    fingerprint: str
+
+    @model_validator(mode="after")
+    def complete(self) -> Metadata:
+        if len(self.parts) < len(PARTS) or len(set(self.classes)) < len(self.classes):
+            raise ValueError(f"expected {' and '.join(PARTS)} images, and every class once")
+        return self
 
 
 class ByteRange(NamedTuple):
@@ -133,7 +183,10 @@ class Store:
         content = _read(path)
         if len(content) != 4 * self.parts[part].rows or sha256(content) != self.parts[part].labels_hash:
             raise DataError(f"{path} is damaged: it has the labels of all {part} images. {PACK_AGAIN}")
-        return np.frombuffer(content, dtype="<i4")
+        labels = np.frombuffer(content, dtype="<i4")
+        if labels.min() < LEFT_OUT or labels.max() >= len(self.classes):
+            raise DataError(f"{path} has labels beyond the {len(self.classes)} classes of the store. {PACK_AGAIN}")
+        return labels
 
     def images(self, part: str, placement: Placement | None = None) -> tuple[PackedImages, Tensor]:
         """The images that were not left out, and their labels."""
@@ -163,11 +216,9 @@ def _lacks_metadata(path: Path) -> bool:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bytes(path, limit=MAX_FILE)
     except FileNotFoundError:
         raise DataError(f"{path} is missing. {PACK_AGAIN}") from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def open_store(root: str | Path) -> Store:
@@ -196,25 +247,23 @@ def _read_metadata(path: Path) -> Store:
             raise ValueError(f"it contains a {type(metadata).__name__}, expected a mapping")
         if metadata.pop("hash", None) != sha256(json.dumps(metadata, sort_keys=True).encode()):
             raise ValueError("it does not match its hash")
+        if not isinstance(metadata.get("format"), int):
+            raise ValueError("it does not have the number of a format")
         if metadata["format"] != FORMAT:
             age = "an earlier" if metadata["format"] < FORMAT else "a later"
             raise DataError(
                 f"{path} was packed by {age} version of incvec (format {metadata['format']}, this version reads "
                 f"{FORMAT}). {PACK_AGAIN}"
             )
-        parts = {
-            name: StorePart(
-                shards=tuple((str(file), int(rows)) for file, rows in part.pop("shards")),
-                checksums=tuple(part.pop("checksums")),
-                **part,
-            )
-            for name, part in metadata["parts"].items()
-        }
+        valid = Metadata.model_validate_json(json.dumps(metadata))
+        parts: dict[str, StorePart] = {name: StorePart(**dict(part)) for name, part in valid.parts.items()}
         if any(len(part.checksums) != len(part.chunks()) for part in parts.values()):
             raise ValueError("it does not have one checksum per chunk")
-        classes = tuple(metadata["classes"])
-        return Store(path, int(metadata["side"]), classes, metadata["about"], parts, metadata["fingerprint"])
-    except (ValueError, KeyError, TypeError) as error:
+        return Store(path, valid.side, valid.classes, metadata["about"], parts, valid.fingerprint)
+    except ValidationError as error:
+        key, given, problem = first_problem(error)
+        raise DataError(f"{path / STORE} is damaged: {key} is {shorten(given)}: {problem}. {PACK_AGAIN}") from None
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path / STORE} is damaged: {error}. {PACK_AGAIN}") from None
 
 

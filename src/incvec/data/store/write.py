@@ -13,6 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ from incvec.errors import ConfigError, DataError
 SHARD_BYTES = 1 << 31
 CHUNK_BYTES = 1 << 25
 CHUNK_ROWS = 256
+HEADER, CHUNK = {"settings", "classes"}, {"chunk", "checksum", "unreadable"}  # keys of the lines of a journal
 Results = dict[int, ChunkResult]  # by the number of the chunk
 
 
@@ -173,13 +175,14 @@ def _create_shards(plan: Plan) -> None:
 def _read_journal(path: Path) -> dict[str, dict[str, Any]]:
     """The lines of the journal by chunk key; the header has none. Lines torn by a kill are ignored."""
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    journal = {}
+    journal: dict[str, dict[str, Any]] = {}
     for line in lines:
-        try:
+        with suppress(ValueError, RecursionError):
             entry = json.loads(line)
-            journal[entry.get("chunk", "")] = entry
-        except (ValueError, AttributeError):
-            continue
+            if isinstance(entry, dict) and entry.keys() >= HEADER:
+                journal[""] = entry
+            elif isinstance(entry, dict) and entry.keys() >= CHUNK and isinstance(entry["chunk"], str):
+                journal[entry["chunk"]] = entry
     return journal
 
 

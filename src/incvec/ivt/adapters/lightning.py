@@ -1,93 +1,93 @@
 """IVT as a Lightning callback: one `trainer.fit` is one task.
 
-callback = IVTCallback(module.network, interval=10)
-for task in tasks:
-    ...                                            # grow the network
-    Trainer(callbacks=[callback], ...).fit(module, loader)
+    callback = IVTCallback(interval=10)
+    for task in tasks:
+        ...                                            # grow the module
+        Trainer(max_epochs=160, callbacks=[callback]).fit(module, loader)
+
+A task begins with its first batch and ends with its last epoch; teleports come before that epoch's validation. IVT's
+state is in Lightning's checkpoints: `fit(module, loader, ckpt_path=...)` resumes within a task. In a new process the
+next task starts with `callback.load_state_dict(checkpoint["callbacks"][callback.state_key])`.
+
+A fit that ends in an exception leaves its task open, so that a checkpoint written then can be resumed. A fit that
+starts anew abandons it.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+import math
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from .hosted import Hosted, Target, import_host
 
-from ..plugin import IVT
-
-
-def _host() -> Any:
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name.partition(".")[0]:
-                raise
-    raise ModuleNotFoundError("this adapter needs Lightning: pip install lightning")
+_lightning = import_host("lightning.pytorch", "pytorch_lightning", install="lightning")
 
 
-_lightning = _host()
+class IVTCallback(Hosted, _lightning.Callback):  # type: ignore[name-defined,misc]
+    """Takes the model to teleport (by default the LightningModule) and the options of `IVT`."""
 
+    def __init__(self, model: Target = None, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._first_epoch = 0  # the trainer's number of the task's first epoch
+        self._batches = False  # since the last end of an epoch
 
-class IVTCallback(_lightning.Callback):  # type: ignore[name-defined,misc]
-    """Takes IVT's arguments, except for the optimizers, which the trainer creates for each fit."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__()
-        # Lightning steps with a closure, which IVT's own hook rejects; see _before_step.
-        self.ivt = IVT(model, **options, listen=False)
-        self._saved: Mapping[str, Tensor] | None = None
-        self._handles: list[Any] = []
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and type(trainer.strategy.launcher).__name__ == "_MultiProcessingLauncher":
+            raise RuntimeError(
+                "this strategy (ddp_spawn, ddp_fork or ddp_notebook) trains in processes that end with the fit, and "
+                'IVT\'s state with them: use strategy="ddp"'
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         # Lightning loads a checkpoint before the model is on its device, so the state is applied here.
-        if self._saved is not None:
-            self.ivt.attach(*trainer.optimizers)
-            self.ivt.load_state_dict(self._saved)
-            self._saved = None
-        else:
-            self.ivt.begin_task(optimizer=trainer.optimizers)
-        self._handles = [o.register_step_pre_hook(self._before_step) for o in trainer.optimizers]
+        ivt = self.start(pl_module, trainer.optimizers, resumed=trainer.ckpt_path is not None)
+        self._batches = False
+        if ivt.in_task and self._first_epoch + ivt.epoch < trainer.current_epoch:
+            ivt.end_epoch()  # the checkpoint was written by a callback before this one
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Accumulate the gradients that the optimizer sees: after the closure, which runs backward and clips."""
-        if isinstance(optimizer, LBFGS):
-            raise RuntimeError("LBFGS evaluates its closure several times per step; IVT needs one gradient per step")
-        closure: Callable[[], Any] | None = kwargs.get("closure")
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if not self.ivt.in_task:
+            self._first_epoch = trainer.current_epoch
+            self.ivt.begin_task(trainer.optimizers, epochs=_epochs(trainer))
+        self._batches = True
 
-        def accumulate() -> None:
-            self.ivt.accumulate(
-                (p for group in optimizer.param_groups for p in group["params"]),
-                grad_scale=getattr(optimizer, "grad_scale", None),
-                found_inf=getattr(optimizer, "found_inf", None),
-            )
-
-        if closure is None:
-            accumulate()
-            return args, kwargs
-
-        def closure_then_accumulate() -> Any:
-            result = closure()
-            accumulate()
-            return result
-
-        return args, {**kwargs, "closure": closure_then_accumulate}
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_last_batch or batch_idx + 1 == trainer.num_training_batches or _steps_are_done(trainer):
+            self._end_epoch(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._batches:  # the epoch ended before its last batch
+            self._end_epoch(trainer)
+
+    def _end_epoch(self, trainer: Any) -> None:
         self.ivt.end_epoch()
+        self._batches = False
+        if 0 < (trainer.max_epochs or 0) <= trainer.current_epoch + 1 or _steps_are_done(trainer):
+            self.ivt.end_task()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self.ivt.end_task()
+        if self.ivt.in_task:
+            self.ivt.end_task()
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.ivt.state_dict())
+        state = self.present_state()
+        return {"ivt": state, "first_epoch": self._first_epoch} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict
+        """Takes effect when the next fit starts."""
+        self._saved, self._first_epoch = state_dict["ivt"], state_dict["first_epoch"]
+
+
+def _steps_are_done(trainer: Any) -> bool:
+    return bool(0 < trainer.max_steps <= trainer.global_step)
+
+
+def _epochs(trainer: Any) -> int | None:
+    """How many epochs the fit has from now on; None if unknown."""
+    limits = []
+    if (trainer.max_epochs or 0) > 0:
+        limits.append(trainer.max_epochs - trainer.current_epoch)
+    if trainer.max_steps > 0 and math.isfinite(trainer.num_training_batches):
+        steps = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+        limits.append(math.ceil((trainer.max_steps - trainer.global_step) / steps))
+    return min(limits) if limits else None

@@ -92,9 +92,25 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     """Write `STEM.png` and `STEM.pdf`."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(stem.name + suffix) for suffix in SAVE_OPTIONS]
+    print_dollars(figure)
     for file in files:
         figure.savefig(file, **SAVE_OPTIONS[file.suffix])
     return files
+
+
+def print_dollars(figure: Figure) -> None:
+    """Texts may contain names of others, so '$' is a dollar sign and not the beginning of a formula; the numbers of a
+    logarithmic axis are formulas."""
+    from matplotlib.text import Text
+
+    axes = [axis for each in figure.axes for axis in (each.xaxis, each.yaxis) if axis.get_scale() == "log"]
+    formulas = {id(text) for axis in axes for text in axis.get_ticklabels(which="both")}
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and id(text) not in formulas:
+            if text.get_wrap():  # the width of wrapped text is measured as that of a formula, whatever is set
+                text.set_text(text.get_text().replace("$", r"\$"))
+            else:
+                text.set_parse_math(False)
 
 
 def describe_evaluation(data: Mapping[str, Any]) -> str:

@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from incvec.study import style
-from incvec.study.charts import Bar, Bars, Chart, Heat, Lines
+from incvec.study.charts import Bar, Bars, Heat, Lines
 from incvec.study.figures.canvas import new_figure, plot_band, plot_run, save, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LABELED = 12  # more ticks or cells than this are not labeled one by one
+Printed = Lines | Bars | Heat  # a plane has a figure of its own
 
 
-def write_chart(chart: Chart, folder: Path) -> list[Path]:
+def write_chart(chart: Printed, folder: Path) -> list[Path]:
     """`SLUG.png` and `SLUG.pdf`."""
     return save(draw_chart(chart), folder / chart.slug)
 
 
-def draw_chart(chart: Chart) -> Figure:
+def draw_chart(chart: Printed) -> Figure:
     if isinstance(chart, Lines):
         figure = new_figure(6.6, 4.2)
         draw_lines(figure.subplots(), chart)
@@ -37,17 +38,16 @@ def draw_chart(chart: Chart) -> Figure:
 
 
 def draw_lines(axes: Any, chart: Lines) -> None:
-    for line in chart.lines:
-        run = style.run_style(line.name)
+    styles = style.distinct([each.name for each in (*chart.lines, *chart.levels)])
+    for line, run in zip(chart.lines, styles, strict=False):
         plot_run(
             axes, line.x, line.y, run, label=line.label, linewidth=1.8, markersize=run.size - 1,
             markevery=[-1] if chart.dense else None, markerfacecolor="white" if run.hollow else run.color,
         )  # fmt: skip
         if line.errors:
             plot_band(axes, line.x, line.y, line.errors, run.color)
-    for level in chart.levels:
-        color = style.run_style(level.name).color
-        axes.axhline(level.y[-1], label=level.label, color=color, linewidth=1.2, dashes=(6, 2, 1, 2))
+    for level, run in zip(chart.levels, styles[len(chart.lines) :], strict=True):
+        axes.axhline(level.y[-1], label=level.label, color=run.color, linewidth=1.2, dashes=(6, 2, 1, 2))
     style_axes(axes, chart.title, chart.x_label, chart.y_label, grid="y")
     if chart.log:
         axes.set_xscale("log")
@@ -99,12 +99,13 @@ def draw_heat(figure: Figure, chart: Heat) -> None:
             for i, value in enumerate(row):
                 color = "black" if value > middle else "white"
                 axes.text(i, t, f"{value:.1f}", ha="center", va="center", color=color, fontsize=8)
-    style_axes(axes, chart.title, "tested on task", "after learning task", grid="none")
+    style_axes(axes, chart.title, chart.x_label, chart.y_label, grid="none")
     ticks = range(0, size, 1 if size <= MAX_LABELED else 3)
-    for set_ticks in (axes.set_xticks, axes.set_yticks):
-        set_ticks(ticks, [t + 1 for t in ticks], fontsize=8)
+    names = [textwrap.shorten(chart.names[t], 16, placeholder="…") if chart.names else str(t + 1) for t in ticks]
+    axes.set_xticks(ticks, names, fontsize=8, rotation=90 if max(map(len, names)) > 2 else 0)
+    axes.set_yticks(ticks, names, fontsize=8)
     axes.spines[:].set_visible(False)
-    figure.colorbar(image, ax=axes, shrink=0.8, label="accuracy, %")
+    figure.colorbar(image, ax=axes, shrink=0.8, label="percent" if chart.names else "accuracy, %")
 
 
 def color_stops(count: int = 9) -> list[str]:

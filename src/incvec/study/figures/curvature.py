@@ -50,7 +50,7 @@ def draw_layer_groups(figure: Any, tasks: list[Mapping[str, Any]]) -> None:
 
     left, right = figure.subplots(1, 2)
     groups = sorted({name for task in tasks for name in task["parts"] if name != "all"}, key=network_order)
-    labels = [f"stage {int(name.removeprefix('stages.')) + 1}" if "stages." in name else name for name in groups]
+    labels = [layer_group_label(name) for name in groups]
     for axes, key in ((left, "fisher_ratio"), (right, "scale")):
         for number, task in enumerate(tasks):
             color = colormaps[style.COLORMAP](0.9 * number / max(1, len(tasks) - 1))
@@ -64,6 +64,12 @@ def draw_layer_groups(figure: Any, tasks: list[Mapping[str, Any]]) -> None:
         axes.set_xticks(range(len(groups)), labels, fontsize=9)
     columns = -(-len(tasks) // LEGEND_ROWS)
     right.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
+
+
+def layer_group_label(name: str) -> str:
+    """`stages.0` -> `stage 1`."""
+    number = name.removeprefix("stages.")
+    return f"stage {int(number) + 1}" if number != name and number.isdigit() else name
 
 
 def network_order(group: str) -> tuple[int, int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from incvec.records import title
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RED = "#CC0000"
+DISTANCE, SHARE = "distance from the start (the paper's λ)", "share of the way (0: start, 1: end)"
+MIN_R2 = 0.5  # a line that explains less than half of the variance is not a finding
 MAX_BARRIERS_BESIDE_TITLE = 3  # more of them get a line of their own below the title
 # Markers as characters, for the barriers beside a title.
 GLYPHS = {
@@ -55,7 +56,7 @@ def draw_path(data: Mapping[str, Any]) -> Figure:
                 axes.plot(x[0], y[0], color="black", marker="o", markersize=5.5, linestyle="", label=start, zorder=4)
             text = f"Accuracy on {tasks}, %" if metric == "accuracy" else f"Loss on {tasks}"
             text += "\n" if len(barriers) > MAX_BARRIERS_BESIDE_TITLE else ""
-            x_label = "distance from the start (λ)" if by_distance else "fraction of the path"
+            x_label = DISTANCE if by_distance else SHARE
             style_axes(axes, text, x_label if row == 1 else "")
             colored_words(axes, [("barrier", style.NOTE_COLOR), *barriers])
     legend_below(figure, panels[0][0])
@@ -73,17 +74,14 @@ def draw_tradeoff(data: Mapping[str, Any]) -> Figure:
             x, y = curve["accuracy"]["old"], curve["accuracy"]["new"]
             axes.plot(x, y, color=run.color, linewidth=0.8, alpha=0.35)
             axes.scatter(x, y, color=run.color, s=16, alpha=0.8, linewidths=0)
-            slope, intercept, r2 = (curve["fit"][key] for key in ("slope", "intercept", "r2"))
-            fit = "no linear fit"
-            if slope is not None:
+            if has_linear_fit(curve):
                 ends = [min(x), max(x)]
-                fitted = [intercept + slope * value for value in ends]
+                fitted = [curve["fit"]["intercept"] + curve["fit"]["slope"] * value for value in ends]
                 axes.plot(ends, fitted, color=run.color, dashes=(4, 1.5), linewidth=1.6)
-                fit = f"linear fit, slope {slope:.2f}".replace("-", "−") + f", r² {r2 or 0:.2f}"
             axes.plot(x[0], y[0], color="black", marker="o", markersize=6, zorder=3)
             plot_marker(
                 axes, x[-1], y[-1], run, markersize=run.size + 3, markeredgecolor=RED, markeredgewidth=1.2, zorder=4,
-                label=f"{run.label}: {fit}",
+                label=f"{run.label}: {describe_fit(curve)}",
             )  # fmt: skip
         old, new = task_range(range(first + 1)), task_range(range(first + 1, last + 1))
         style_axes(axes, f"From task {first + 1} to task {last + 1}", f"accuracy on {old}, %", f"accuracy on {new}, %")
@@ -94,17 +92,21 @@ def draw_tradeoff(data: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def has_linear_fit(curve: Mapping[str, Any]) -> bool:
+    return curve["fit"]["slope"] is not None and (curve["fit"]["r2"] or 0) >= MIN_R2
+
+
+def describe_fit(curve: Mapping[str, Any]) -> str:
+    """`linear fit, slope −2.00, r² 0.95`; without the slope if the points are not on a line."""
+    if not has_linear_fit(curve):
+        return "no linear relation" + (f" (r² {r2:.2f})" if (r2 := curve["fit"]["r2"]) is not None else "")
+    return f"linear fit, slope {curve['fit']['slope']:.2f}".replace("-", "−") + f", r² {curve['fit']['r2']:.2f}"
+
+
 def curve_styles(curves: Sequence[dict[str, Any]]) -> list[RunStyle]:
-    """The style of each curve, labeled with its name. A repeated style (another seed) is replaced by a spare one."""
-    styles: list[RunStyle] = []
-    spare = cycle(style.SPARE)
-    for curve in curves:
-        run = style.run_style(title(curve))._replace(label=curve["name"])
-        if any((run.color, run.marker) == (other.color, other.marker) for other in styles):
-            color, marker = next(spare)
-            run = run._replace(color=color, marker=marker)
-        styles.append(run)
-    return styles
+    """The style of each curve, labeled with its name. A repeated color (another seed) is replaced by another one."""
+    styles = style.distinct([title(curve) for curve in curves])
+    return [run._replace(label=curve["name"]) for run, curve in zip(styles, curves, strict=True)]
 
 
 def describe_path(data: Mapping[str, Any]) -> str:

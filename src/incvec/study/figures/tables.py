@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from incvec.study.figures.path import MIN_R2, has_linear_fit
 from incvec.study.figures.plane import describe_starts
 from incvec.study.tables import MISSING, Column, Table, make_row, number
 
 Data = Mapping[str, Any]
 
 
-def path_table(data: Data, title: str = "", name: str = "") -> Table:
+def path_table(data: Data) -> Table:
     """Length of every path, accuracy on the old tasks at its ends and lowest point, and barriers."""
     first, last = data["task_from"] + 1, data["task_to"] + 1
     rows = []
@@ -26,8 +27,8 @@ def path_table(data: Data, title: str = "", name: str = "") -> Table:
         f"{first} in percent. Barrier: the largest drop below the straight line between the ends. BatchNorm statistics "
         f"{data.get('batchnorm', 'interpolate')}d."
     )
-    title = title or f"From task {first} to task {last}: accuracy on the old tasks"
-    return Table(["run", *map(Column, labels)], rows, title, note, name)
+    title = f"From task {first} to task {last}: accuracy on the old tasks"
+    return Table(["run", *map(Column, labels)], rows, title, note)
 
 
 def tradeoff_table(data: Data) -> Table:
@@ -36,9 +37,11 @@ def tradeoff_table(data: Data) -> Table:
         for curve in panel["curves"]:
             tasks = f"{panel['task_from'] + 1} to {panel['task_to'] + 1}"
             values = [number(curve["accuracy"][group][-1]) for group in ("old", "new")]
-            rows.append([curve["name"], tasks, *values, *(number(curve["fit"][key], ".3f") for key in ("slope", "r2"))])
+            slope = curve["fit"]["slope"] if has_linear_fit(curve) else None
+            rows.append([curve["name"], tasks, *values, number(slope, ".3f"), number(curve["fit"]["r2"], ".3f")])
     title = "Linear fit of the accuracy on new classes to that on old ones"
-    return Table(["run", "tasks", *map(Column, ("old, end", "new, end", "slope", "r²"))], rows, title)
+    note = f"Without a slope: r² is below {MIN_R2:g}, the points are not on a line."
+    return Table(["run", "tasks", *map(Column, ("old, end", "new, end", "slope", "r²"))], rows, title, note)
 
 
 def plane_table(data: Data) -> Table:

@@ -77,7 +77,8 @@ def run_curvature(
 def cumulative_fisher(snapshot: Snapshot) -> dict[str, Tensor]:
     """Fbar by parameter, as the add-on had it after the task."""
     saved, device = snapshot.saved.get("addon", {}), snapshot.parts.world.device
-    fisher = {n.removeprefix(CUMULATIVE): t.to(device) for n, t in saved.items() if n.startswith(CUMULATIVE)}
+    factor = 2.0 ** -int(saved.get("ivt/exponent", 0))  # earlier versions stored F as it is
+    fisher = {n.removeprefix(CUMULATIVE): t.to(device) * factor for n, t in saved.items() if n.startswith(CUMULATIVE)}
     if not fisher:
         raise DataError("the snapshots of the run have no Fisher; train it with --set ivt.snapshot_fisher=true.")
     return fisher

@@ -17,7 +17,7 @@ from incvec.contracts import Method, Task
 from incvec.data import Dataset
 from incvec.data.source import inference_batch_size
 from incvec.engine.build import RunParts, build, grow, pick_device
-from incvec.engine.checkpoint import Namespaces, restore
+from incvec.engine.checkpoint import Namespaces, check_header, restore, restoring
 from incvec.errors import CheckpointError, ConfigError, DataError
 from incvec.methods import find_method
 from incvec.presets import resolve
@@ -76,7 +76,8 @@ def load_snapshot(
             f"grow_to is {grow_to}: expected a task from {grown}, which the snapshot has grown for, to "
             f"{len(parts.tasks) - 1}, the last of the run."
         )
-    saved = restore(parts, tensors, metadata, config.seed, addons=False)
+    with restoring(snapshot_path(run, task)):
+        saved = restore(parts, tensors, metadata, config.seed, addons=False)
     for later in parts.tasks[grown + 1 : last + 1]:
         grow(parts, later, config.seed)
     parts.method.eval()
@@ -133,8 +134,13 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
         raise missing_snapshot(run, task)
     repair = f"A run writes its snapshots once: move {run} away, and train it again with the same settings."
     tensors, metadata = read_tensors(file, repair)
+    check_header(metadata, file, repair)
     if metadata.get("kind") != "snapshot":
         raise CheckpointError(f"{file} is a {metadata.get('kind')}, expected the snapshot of a task.")
+    try:
+        resolve(metadata["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{file} has settings that this version does not have: {error}") from None
     return tensors, metadata
 
 

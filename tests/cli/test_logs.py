@@ -1,8 +1,9 @@
-"""TensorBoard event files of a run."""
+"""Logs of a run: TensorBoard event files, CSV files, Weights & Biases in offline mode."""
 
 from __future__ import annotations
 
 import builtins
+import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from incvec.cli.tensorboard import TOTAL_STEPS, log_events
+from incvec.cli.logs import TOTAL_STEPS, CsvLog, TensorBoardLog, log_events
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from tests.cli.conftest import invoke, message
@@ -28,7 +29,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def test_event_files_have_losses_and_accuracies(few: Dataset, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the optional package tensorboard is not installed")
     expected = list(make_run(few, tmp_path / "plain", quick("podnet")).events())
-    passed = list(log_events(make_run(few, tmp_path / "run", quick("podnet")).events(), tmp_path / "log"))
+    run = make_run(few, tmp_path / "run", quick("podnet"))
+    passed = list(log_events(run.events(), [lambda: TensorBoardLog(tmp_path / "log")]))
     kinds = [type(event) for event in passed if not isinstance(event, ev.Tick | ev.Saved)]
     assert kinds == [type(event) for event in expected if not isinstance(event, ev.Tick | ev.Saved)]
     found = scalars(tmp_path / "log")
@@ -53,7 +55,7 @@ def test_interrupted_run_is_closed(tmp_path: Path) -> None:
         finally:
             closed.append(True)
 
-    logged = log_events(events(), tmp_path)
+    logged = log_events(events(), [lambda: TensorBoardLog(tmp_path)])
     next(logged)
     logged.close()  # type: ignore[attr-defined]
     assert closed == [True]
@@ -75,6 +77,46 @@ def test_missing_package_is_named_before_training(tmp_path: Path, monkeypatch: p
     assert result.exit_code == 1
     assert "pip install tensorboard" in message(result)
     assert not (tmp_path / "run").exists()
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(file.read_text().splitlines()))
+
+
+def test_csv_files_have_losses_and_accuracies_once(tmp_path: Path) -> None:
+    """A resumed run repeats the epochs since its checkpoint; their rows, and a line that was cut off, are replaced."""
+
+    def events(first: int, last: int) -> Iterator[ev.Event]:
+        for epoch in range(first, last):
+            yield ev.EpochEnded(0, "main", epoch + 1, 4, {"ce": float(epoch), "kd": 0.5}, (epoch + 1) / 4, None)
+        yield ev.TaskEnded(0, 50.0, [50.0])
+
+    def log(first: int, last: int) -> None:
+        assert len(list(log_events(events(first, last), [lambda: CsvLog(tmp_path)]))) == last - first + 1
+
+    log(0, 3)
+    with (tmp_path / "losses.csv").open("a") as file:
+        file.write("0.9,1,ma")
+    log(2, 4)
+    found = rows(tmp_path / "losses.csv")
+    assert [(row["epoch"], row["term"], float(row["value"])) for row in found] == [
+        (str(epoch + 1), term, value) for epoch in range(4) for term, value in (("ce", float(epoch)), ("kd", 0.5))
+    ]
+    assert [float(row["progress"]) for row in found] == [0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 1.0, 1.0]
+    assert [row["name"] for row in rows(tmp_path / "accuracy.csv")] == ["classes seen", "task 1"]
+
+
+def test_wandb_in_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the optional package wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    short = ["--set", "finetune.net=tiny", "--epochs", "1", "--set", "stop_after=2"]
+    result = invoke("run", "--method", "finetune", "--log", "wandb", "--out", tmp_path / "run", *short)
+    assert result.exit_code == 0, result.output
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert b"loss/main/ce" in content
+    assert b"accuracy/classes seen" in content
 
 
 def test_run_with_log_option_writes_event_files(tmp_path: Path) -> None:

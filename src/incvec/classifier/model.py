@@ -1,0 +1,267 @@
+"""`Classifier`: fit, learn, predict, score, undo. Every classifier lives in a model folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from incvec.classifier.evaluation import Evaluation, make_evaluation
+from incvec.classifier.export import SUFFIXES, example, export_network
+from incvec.classifier.folder import Description, ModelFolder, Preprocessing, decode
+from incvec.classifier.network import BATCH, Network, build_network, in_batches, stored_side, to_pixels
+from incvec.classifier.photos import Progress, is_single, list_images, list_photos, load_squares, to_square
+from incvec.data.dataset import IMAGENET_NORMALIZATION
+from incvec.engine.build import pick_device
+from incvec.errors import ConfigError, DataError, nearest
+from incvec.nets import check_backbone
+from incvec.nets.pretrained import DEFAULT, expected_input, is_external, load_weights
+
+METHOD = "lda"
+MEMORY = 20  # photos per class
+CHECK = 5
+SIDE = 64  # of images for backbones trained from scratch
+
+
+class Classifier:
+    """An image classifier that learns new classes without the photos of the old ones.
+
+    `Classifier.fit(photos)` trains one, `Classifier.load(folder)` opens one. `learn` adds classes and saves the result
+    in the classifier's folder. Images are given as paths, PIL images, arrays [H, W, 3] or tensors [3, H, W], alone or
+    several in a list; a folder stands for all photos in it.
+    """
+
+    def __init__(self, folder: ModelFolder, device: str = "auto") -> None:
+        self.folder, self.device = folder, device
+        self.description: Description = folder.read()
+        self._network: Network | None = None
+
+    def __repr__(self) -> str:
+        return f"Classifier({str(self.path)!r}: {len(self.description.classes)} classes, {self.description.method})"
+
+    @property
+    def path(self) -> Path:
+        """The model folder."""
+        return self.folder.path
+
+    @property
+    def classes_(self) -> np.ndarray[Any, Any]:
+        """The class names, in the order of the columns of `predict_proba`."""
+        return np.array(self.description.classes)
+
+    # Making one -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, folder: str | Path, device: str = "auto") -> Self:
+        """The classifier in a model folder."""
+        return cls(ModelFolder(folder), device)
+
+    @classmethod
+    def fit(
+        cls,
+        photos: str | Path,
+        out: str | Path | None = None,
+        *,
+        backbone: str = DEFAULT,
+        weights: str | Path | None = None,
+        method: str = METHOD,
+        addons: Sequence[str] = (),
+        memory: int = MEMORY,
+        check: int = CHECK,
+        side: int | None = None,
+        seed: int = 0,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        device: str = "auto",
+        progress: Progress | None = None,
+        listen: Callable[[Any], None] | None = None,
+    ) -> Self:
+        """Learn the classes of a folder with one folder of photos per class, and return the classifier.
+
+        Args:
+            photos: the folder. Classes are named after the folders in it.
+            out: the new model folder. None: a temporary one, removed with the object; see `save`.
+            backbone: `lite0`, `timm/NAME`, `torchvision/NAME`, or a backbone of the lab, which has no weights.
+            weights: a file of weights for the backbone; None: its pre-trained ones; "none": trained from scratch.
+            method: how classes are learned; `incvec list methods`.
+            addons: add-ons of the method, such as `ivt`.
+            memory: photos remembered per class; 0 keeps none.
+            check: photos per class held out of training to measure accuracy, at most one in ten.
+            side: side of the network's input in pixels. None: that of the backbone.
+            settings: options of the method and the add-ons, such as `{"replay": {"epochs": 5}}`.
+            progress: called with what is being done, how much of it, and of how much.
+            listen: called with the events of the training run.
+        """
+        from incvec.classifier.learning import Learning, Settings  # the engine, which predicting does not need
+
+        if memory < 0 or check < 0:
+            raise ConfigError(f"memory is {memory} and check {check}: expected 0 or more photos per class.")
+        check_backbone(backbone)
+        scratch = str(weights) == "none" or not is_external(backbone)
+        if weights is not None and str(weights) != "none" and not is_external(backbone):
+            raise ConfigError(
+                f"the backbone {backbone!r} has no weights to load; use lite0, timm/NAME or torchvision/NAME."
+            )
+        if is_external(backbone):
+            expected = expected_input(backbone)
+            size, mean, std = side or expected.size, expected.mean, expected.std
+        else:
+            size, (mean, std) = side or SIDE, IMAGENET_NORMALIZATION
+        preprocessing = Preprocessing(side=size, stored=stored_side(size), mean=mean, std=std)
+        chosen = Settings(
+            backbone, preprocessing, method, tuple(addons), settings or {}, memory, check, seed, pretrained=not scratch
+        )
+        temporary = None if out is not None else tempfile.mkdtemp(prefix="incvec-")
+        folder = ModelFolder(temporary or str(out))
+        if folder.exists():
+            raise ConfigError(
+                f"{folder.path} has a classifier already. Add classes with --into {folder.path} "
+                "(Classifier.load(...).learn), or choose another folder."
+            )
+        file = None if weights is None else Path(weights).expanduser()
+        with folder.lock:
+            Learning(folder, chosen, None, device, progress, listen).learn(
+                photos, None if scratch else lambda: load_weights(backbone, file)
+            )
+        classifier = cls(folder, device)
+        if temporary is not None:
+            weakref.finalize(classifier, shutil.rmtree, temporary, ignore_errors=True)
+        return classifier
+
+    def learn(
+        self,
+        photos: str | Path,
+        *,
+        more: bool = False,
+        progress: Progress | None = None,
+        listen: Callable[[Any], None] | None = None,
+    ) -> Self:
+        """Learn the classes of another folder; only its photos are needed. The folder is changed at the very end.
+
+        With `more`, the folder may have further photos of known classes.
+        """
+        from incvec.classifier.learning import Learning, Settings
+
+        with self.folder.lock:
+            self.reload()
+            d = self.description
+            settings = Settings(
+                d.backbone, d.preprocessing, d.method, d.addons, d.sections, d.memory, d.check, d.seed, pretrained=True
+            )
+            Learning(self.folder, settings, d, self.device, progress, listen).learn(photos, None, more)
+        return self.reload()
+
+    def undo(self) -> Self:
+        """Go back to before the last `learn`."""
+        with self.folder.lock:
+            self.folder.undo()
+        return self.reload()
+
+    def reload(self) -> Self:
+        """Read the folder again, after another process has changed it."""
+        self.description, self._network = self.folder.read(), None
+        return self
+
+    def save(self, folder: str | Path) -> Self:
+        """Copy the model folder, and continue in the copy."""
+        target = Path(folder).expanduser()
+        if target.exists():
+            raise ConfigError(f"{target} exists already. Give a new folder.")
+        names = {"model.json", *self.description.files}
+        if self.description.previous is not None:
+            names |= Description.model_validate(self.description.previous).files
+        target.mkdir(parents=True)
+        for name in sorted(names, key=lambda name: name == "model.json"):
+            shutil.copyfile(self.path / name, target / name)
+        self.folder = ModelFolder(target)
+        return self
+
+    # Using it -------------------------------------------------------------------------------------------
+
+    @property
+    def network(self) -> Network:
+        """The deployed network: pixels from 0 to 1, [B, 3, side, side], to probabilities."""
+        if self._network is None:
+            tensors, _ = self.folder.read_weights(self.description)
+            self._network = build_network(self.description, tensors, pick_device(self.device))
+        return self._network
+
+    def predict_proba(self, images: Any, progress: Progress | None = None) -> np.ndarray[Any, Any]:
+        """Probabilities, [images, classes]; of one image, [classes]."""
+        listed, stored = list_images(images), self.description.preprocessing.stored
+        parts = [np.zeros((0, len(self.description.classes)), np.float32)]
+        for start in range(0, len(listed), BATCH):  # not all decoded at once: there may be many
+            squares = torch.stack([to_square(image, stored) for image in listed[start : start + BATCH]])
+            parts.append(self._probabilities(squares).numpy())
+            if progress is not None:
+                progress("predicting", start + len(squares), len(listed))
+        probabilities = np.concatenate(parts)
+        return probabilities[0] if is_single(images) else probabilities
+
+    def predict(self, images: Any) -> Any:
+        """The most probable class of an image, or an array of them for several images."""
+        probabilities = self.predict_proba(images)
+        names = self.classes_[probabilities.argmax(-1)]
+        return str(names) if is_single(images) else names
+
+    def score(self, photos: str | Path) -> float:
+        """The share of the photos in class folders that are recognized; every class has to be known."""
+        return self.evaluate(photos).accuracy
+
+    def evaluate(self, photos: str | Path, progress: Progress | None = None) -> Evaluation:
+        """Accuracy on class folders: by class, by the `learn` that introduced it, and the confusion matrix."""
+        listed, known = list_photos(photos), self.description.classes
+        unknown = [name for name in listed.classes if name not in known]
+        if unknown:
+            raise DataError(
+                f"{listed.root} has {len(unknown)} class(es) that were not learned, such as {unknown[0]!r}."
+                f"{nearest(unknown[0], known)} Learn them first, or remove their folders."
+            )
+        files = listed.labelled(known)
+        report = None if progress is None else lambda done, total: progress("reading photos", done, total)
+        squares = load_squares(files, self.description.preprocessing.stored, report)
+        guesses = self._probabilities(squares, progress).argmax(1)
+        return make_evaluation(self.description, [label for _, label in files], guesses.numpy())
+
+    def export(self, path: str | Path, kind: str | None = None) -> Path:
+        """Write the network as ONNX (.onnx), a torch.export program (.pt2) or a state dict (.safetensors).
+
+        The file contains labels and preprocessing. Before it is written, it is compared with the classifier on the
+        remembered photos, or on noise if there are none.
+        """
+        target = Path(path).expanduser()
+        if kind is None:
+            kinds = {suffix: name for name, suffix in SUFFIXES.items()}
+            if target.suffix not in kinds:
+                raise ConfigError(
+                    f"{target} has no known ending; expected one of {', '.join(kinds)}, or give the format."
+                )
+            kind = kinds[target.suffix]
+        squares = self.remembered(100)
+        pixels = example(self.description) if not len(squares) else to_pixels(squares, self.description.preprocessing)
+        export_network(self.network, self.description, kind, target, pixels)
+        self._network = None  # it may have been moved to the CPU
+        return target
+
+    def remembered(self, at_most: int) -> Tensor:
+        """Some of the remembered photos, of all classes alike, as stored squares."""
+        kept, check = self.folder.read_photos(self.description)
+        ranked = sorted(
+            (i, label, photo)
+            for photos in (kept, check)
+            for label, own in enumerate(photos)
+            for i, photo in enumerate(own)
+        )
+        squares = [decode(photo) for _, _, photo in ranked[:at_most]]
+        return torch.stack(squares) if squares else torch.zeros(0)
+
+    def _probabilities(self, squares: Tensor, progress: Progress | None = None) -> Tensor:
+        network = self.network
+        report = None if progress is None else lambda done: progress("predicting", done, len(squares))
+        return in_batches(network.forward, squares, self.description.preprocessing, network.mean.device, report)

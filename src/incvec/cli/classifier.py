@@ -1,0 +1,361 @@
+"""`incvec learn`, `predict`, `evaluate`, `export`, `info`, `undo`: a classifier of your photos that keeps learning."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from incvec.cli.common import say
+from incvec.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from incvec.classifier.folder import Description
+
+LEARN_EXAMPLES = """[bold]Examples[/bold]
+
+incvec learn photos/first --out planes
+
+incvec learn photos/later --into planes
+
+incvec learn photos/first --out planes --memory 0
+
+incvec learn photos/first --out planes --method replay --addon ivt --backbone timm/resnet18"""
+LINE_INTERVAL = 5.0  # seconds between two lines of progress, without a terminal
+
+Folder = Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder.", show_default=False)]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+
+
+class Format(StrEnum):
+    onnx = "onnx"
+    torch = "torch"
+    state_dict = "state-dict"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(epilog=LEARN_EXAMPLES)(learn)
+    for command in (predict, evaluate, export, info, undo):
+        app.command()(command)
+
+
+# Progress ---------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """What is being done, and an estimate of the time left: a bar on a terminal, lines now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.what, self.shown, self.began = console, "", time.monotonic(), time.monotonic()
+        self.bar: Bar | None = None
+        if console.is_terminal:
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
+            self.bar = Bar(*columns, console=console, transient=True)
+            self.row = self.bar.add_task("", total=None)
+            self.bar.start()
+
+    def show(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what != self.what:
+            self.what, self.began = what, now
+            if self.bar is not None:
+                self.bar.reset(self.row, description=what, total=total)
+        if self.bar is not None:
+            self.bar.update(self.row, completed=done, total=total)
+        elif now - self.shown >= LINE_INTERVAL and done:
+            self.shown = now
+            left = (now - self.began) * (total - done) / done
+            say(f"{time.strftime('%H:%M:%S')} {what}: {done} of {total}, {left:.0f} s left", console=self.console)
+
+    def event(self, event: Any) -> None:
+        """An event of the training run."""
+        from incvec.engine import events as ev
+
+        if isinstance(event, ev.EpochEnded):
+            self.show(f"training, stage {event.stage}", event.epoch, event.epochs)
+        elif isinstance(event, ev.Started) and event.resumed:
+            say(f"resuming from {event.resumed}", console=self.console)
+        elif isinstance(event, ev.Notice):
+            say(event.text, style="dim", console=self.console)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+@contextmanager
+def steps() -> Iterator[Steps]:
+    shown = Steps(Console(stderr=True))
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+# Commands ---------------------------------------------------------------------------------------------------
+
+
+def learn(
+    photos: Annotated[Path, typer.Argument(help="Folder with one folder of photos per class.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="New model folder.", show_default=False)] = None,
+    into: Annotated[Path | None, typer.Option(help="Model folder to add classes to.", show_default=False)] = None,
+    more: Annotated[bool, typer.Option("--more", help="Accept further photos of known classes.")] = False,
+    memory: Annotated[
+        int | None, typer.Option(help="Photos remembered per class; 0 keeps none.", show_default="20")
+    ] = None,
+    check: Annotated[
+        int | None,
+        typer.Option(help="Photos per class, at most one in ten, to measure accuracy with.", show_default="5"),
+    ] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="lite0, timm/NAME, torchvision/NAME or a network of the lab.", show_default="lite0"),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="File of the backbone's weights, or none.", show_default="pre-trained")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="How classes are learned; see `incvec list methods`.", show_default="lda")
+    ] = None,
+    addon: Annotated[
+        list[str] | None, typer.Option(help="Add-on of the method, such as ivt.", show_default=False)
+    ] = None,
+    side: Annotated[
+        int | None, typer.Option(help="Side of the network's input in pixels.", show_default="the backbone's")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as replay.epochs=5.", show_default=False),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the training.", show_default="0")] = None,
+    device: Device = "auto",
+) -> None:
+    """Learn the classes of a folder of photos: the first ones with --out, further ones with --into.
+
+    Classes are named after the folders. Later only the new photos are needed. An interrupted command changes nothing;
+    given again, it resumes.
+    """
+    if (out is None) == (into is None):
+        raise ConfigError("give either --out NEW_FOLDER for a new classifier, or --into FOLDER to add classes to one.")
+    once: dict[str, Any] = {
+        "memory": memory, "check": check, "backbone": backbone, "weights": weights, "method": method, "addons": addon,
+        "side": side, "seed": seed, "settings": settings,
+    }  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in once.items() if value}
+    given |= {name: value for name, value in (("memory", memory), ("check", check)) if value is not None}
+    if into is not None and given:
+        raise ConfigError(
+            f"{', '.join('--' + name for name in given)} cannot be changed with --into: they were chosen by the first "
+            "`learn`. Leave them out."
+        )
+    from incvec.classifier import Classifier
+    from incvec.config import assign
+
+    if settings:
+        tree: dict[str, Any] = {}
+        for setting in settings:
+            assign(tree, setting)
+        given["settings"] = tree
+    with steps() as shown:
+        if into is not None:
+            before = Classifier.load(into, device)
+            classifier = before.learn(photos, more=more, progress=shown.show, listen=shown.event)
+        else:
+            classifier = Classifier.fit(photos, out, device=device, progress=shown.show, listen=shown.event, **given)
+    for line in learned_lines(classifier.path, classifier.description, classifier.folder.size()):
+        say(line)
+
+
+def learned_lines(path: Path, description: Description, size: int) -> list[str]:
+    """The end of `learn`: what was learned, how well, and what is kept."""
+    last = description.history[-1]
+    known = f"{len(description.classes)} classes"
+    what = [f"{len(last.classes)} new"] if last.classes else []
+    what += [f"more photos of {len(last.more)}"] if last.more else []
+    lines = [f"{path}: {known} ({', '.join(what)}), {last.photos} photos learned in {last.seconds:.0f} s"]
+    accuracy = accuracy_by_learn(description, len(description.history) - 1)
+    if any(total for _, total in accuracy):
+        parts = [f"classes of learn {i}: {share(*counts)}" for i, counts in enumerate(accuracy, start=1) if counts[1]]
+        lines.append(f"Recognized of the check photos: {'; '.join(parts)}")
+    return [*lines, kept_line(description, size)]
+
+
+def kept_line(description: Description, size: int) -> str:
+    """What the folder contains, in plain words."""
+    statistics = "the network's weights and statistics of the classes"
+    place = f"({size / 1e6:.1f} MB)"
+    if description.photos_file is None:
+        return f"Kept {place}: {statistics}. No photo is kept."
+    kept, check = sum(description.remembered), sum(description.checked)
+    checks = f" and {check} to measure accuracy with" if check else ""
+    return (
+        f"Kept {place}: {statistics}, and {kept} photos as {description.preprocessing.stored} x "
+        f"{description.preprocessing.stored} pixels (up to {description.memory} per class){checks}. The other photos "
+        "are not needed any more."
+    )
+
+
+def accuracy_by_learn(description: Description, number: int) -> list[tuple[int, int]]:
+    """Check photos recognized and their total right after the `number`-th `learn`, of the classes of each `learn`."""
+    check = description.history[number].check
+    result = []
+    for entry in description.history:
+        counts = [check[name] for name in entry.classes if name in check]
+        result.append((sum(c for c, _ in counts), sum(n for _, n in counts)))
+    return result
+
+
+def share(correct: int, total: int) -> str:
+    return f"{100 * correct / total:.0f} % of {total}" if total else "–"
+
+
+def predict(
+    model: Folder,
+    photos: Annotated[list[Path], typer.Argument(help="Photos, or folders of them.", show_default=False)],
+    top: Annotated[int, typer.Option(min=1, help="Number of classes per photo.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Name the class of photos, with its probability."""
+    from incvec.classifier import Classifier
+    from incvec.classifier.photos import list_images
+
+    classifier = Classifier.load(model, device)
+    missing = [path for path in photos if not path.exists()]
+    if missing:
+        raise DataError(f"there is no photo {missing[0]}.")
+    files = list_images(photos)
+    with steps() as shown:
+        probabilities = classifier.predict_proba(files, shown.show)
+    names = classifier.description.classes
+    rows = []
+    for file, row in zip(files, probabilities, strict=True):
+        best = row.argsort()[::-1][:top]
+        predictions = [{"class": names[i], "probability": round(float(row[i]), 6)} for i in best]
+        rows.append({"file": str(file), "predictions": predictions})
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    table = Table("photo", *(heading for _ in range(min(top, len(names))) for heading in ("class", "probability")))
+    for entry in rows:
+        cells = [text for p in entry["predictions"] for text in (p["class"], f"{100 * p['probability']:.1f} %")]  # type: ignore[index]
+        table.add_row(Text(str(entry["file"]), overflow="fold"), *map(Text, cells))
+    Console().print(table)
+
+
+def evaluate(
+    model: Folder,
+    photos: Annotated[Path, typer.Argument(help="Folder with one folder of photos per class.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Picture of the confusion matrix.", show_default="MODEL/evaluation/confusion.png"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Measure accuracy on class folders: by class, by when it was learned, and which classes are confused."""
+    from incvec.classifier import Classifier
+    from incvec.classifier.evaluation import draw_confusion
+
+    classifier = Classifier.load(model, device)
+    with steps() as shown:
+        result = classifier.evaluate(photos, shown.show)
+    picture = out or model / "evaluation" / "confusion.png"
+    draw_confusion(result, picture)
+    if as_json:
+        typer.echo(json.dumps(result.as_json() | {"picture": str(picture)}, indent=1, ensure_ascii=False))
+        return
+    number = {name: i for i, e in enumerate(classifier.description.history, start=1) for name in e.classes}
+    table = Table("class", "learn", "photos", "recognized", "most often taken for")
+    for name, (correct, total) in result.by_class().items():
+        other = result.most_confused(name)
+        confused = "" if other is None else f"{other[0]} ({other[1]})"
+        table.add_row(*map(Text, (name, str(number[name]), str(total), f"{100 * correct / total:.1f} %", confused)))
+    Console().print(table)
+    for i, (correct, total) in enumerate(result.by_learn(), start=1):
+        if total:
+            say(f"classes of learn {i}: {100 * correct / total:.1f} % of {total} photos")
+    say(f"all: {100 * result.accuracy:.1f} % of {int(result.confusion.sum())} photos; confusion matrix: {picture}")
+
+
+def export(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Model folder, or a snapshot of a run.", show_default=False)
+    ],
+    to: Annotated[Format, typer.Option(help="Format of the file.")] = Format.onnx,
+    out: Annotated[Path | None, typer.Option(help="File to write.", show_default="MODEL/export/NAME.SUFFIX")] = None,
+) -> None:
+    """Write the network to a file that other programs run: labels and preprocessing are inside.
+
+    The file is compared with the classifier before it is written.
+
+    From a snapshot, RUN/snapshots/task-NN.safetensors, it makes a model folder instead: RUN/model-NN, or --out.
+    """
+    if model.suffix == ".safetensors":
+        from incvec.classifier.snapshots import folder_from_snapshot
+
+        folder = out or model.parent.parent / model.stem.replace("task", "model")
+        description = folder_from_snapshot(model, folder)
+        say(f"{folder}: {len(description.classes)} classes")
+        return
+    from incvec.classifier import Classifier
+    from incvec.classifier.export import SUFFIXES
+
+    classifier = Classifier.load(model, "cpu")
+    target = out or model / "export" / (model.resolve().name + SUFFIXES[to.value])
+    with steps():
+        classifier.export(target, to.value)
+    say(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
+
+
+def info(
+    model: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Show what a classifier knows and keeps: classes, history, accuracy then and now, memory, size."""
+    from incvec.classifier.folder import ModelFolder
+
+    folder = ModelFolder(model)
+    description = folder.read()
+    if as_json:
+        typer.echo(json.dumps(description.model_dump(mode="json", exclude={"previous"}), indent=1, ensure_ascii=False))
+        return
+    say(f"{model}: {len(description.classes)} classes, version {description.version}")
+    method = " + ".join([description.method, *description.addons])
+    side = description.preprocessing.side
+    say(f"backbone {description.backbone}, {side} x {side} pixels; {method}")
+    table = Table("learn", "when", "photos", "classes", "accuracy then", "now")
+    now = accuracy_by_learn(description, len(description.history) - 1)
+    for number, entry in enumerate(description.history):
+        then = accuracy_by_learn(description, number)[number]
+        names = ", ".join(entry.classes) + (f" (more: {', '.join(entry.more)})" if entry.more else "")
+        cells = (str(number + 1), entry.when[:16].replace("T", " "), str(entry.photos), names, share(*then))
+        table.add_row(*map(Text, cells), Text(share(*now[number])))
+    Console().print(table)
+    say(kept_line(description, folder.size()))
+    if folder.working.is_dir():
+        say("An unfinished `learn` is in the folder: give its command again to finish it.")
+    if description.previous is not None:
+        say("`incvec undo` goes back to before the last learn.")
+
+
+def undo(model: Folder) -> None:
+    """Go back to before the last `learn`. It cannot be repeated: one version is kept."""
+    from incvec.classifier.folder import ModelFolder
+
+    folder = ModelFolder(model)
+    folder.read()
+    with folder.lock:
+        description = folder.undo()
+    say(f"{model}: {len(description.classes)} classes again")

@@ -1,0 +1,77 @@
+"""From a configuration to a record: what `incvec run` and `incvec.run` have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from incvec.config import RunConfig
+from incvec.data.dataset import Dataset
+from incvec.data.datasets import load_dataset
+from incvec.data.store.open import is_store
+from incvec.engine import events as ev
+from incvec.engine.build import pick_device
+from incvec.engine.checkpoint import check_finished
+from incvec.engine.distributed import init_distributed
+from incvec.engine.run import Run
+from incvec.engine.threads import single_thread_for_small_images
+from incvec.errors import DataError
+from incvec.presets import check_names
+from incvec.records import read_record
+
+Consume = Callable[[Iterator[ev.Event]], dict[str, Any]]  # drives a run to its end and returns its record
+
+
+def launch(
+    config: RunConfig,
+    out: Path,
+    bases: Path | None = None,
+    data_root: Path | None = None,
+    download: bool = False,
+    consume: Consume | None = None,
+    data: Dataset | None = None,
+) -> tuple[dict[str, Any], Dataset]:
+    """Train or resume a run; returns its record and its data set, which other runs may use.
+
+    `bases` is the folder of shared base tasks, or None. `consume` displays the events; by default nothing is displayed.
+    """
+    distributed = init_distributed(config.device)
+    pick_device(config.device, distributed.local_rank)
+    check_names(config)
+    if data is None:
+        with distributed.main_process_first():
+            data = load_dataset(config.dataset, data_root, download, **config.data_options())
+    with single_thread_for_small_images(data):
+        record = (consume or drain)(Run(config, data, out, bases, distributed).events())
+    distributed.close()
+    return record, data
+
+
+def drain(events: Iterator[ev.Event]) -> dict[str, Any]:
+    """Drive a run to its end without a display; notices that are warnings become Python warnings."""
+    record: dict[str, Any] = {}
+    for event in events:
+        if isinstance(event, ev.Tick) and event.waiting:
+            time.sleep(0.001)
+        elif isinstance(event, ev.Notice) and event.warning:
+            warnings.warn(event.text, stacklevel=2)
+        elif isinstance(event, ev.Finished):
+            record = event.record
+    return record
+
+
+def read_finished(config: RunConfig, folder: Path, data_root: Path | None) -> dict[str, Any] | None:
+    """The record of a finished run, or None. Of the data sets, only a packed store is opened and checked."""
+    file = folder / "record.json"
+    if not file.exists():
+        return None
+    record, data = read_record(file), None
+    if data_root is not None and is_store(data_root):
+        with contextlib.suppress(DataError):
+            data = load_dataset(config.dataset, data_root, **config.data_options())
+    check_finished(config, data, record, file)
+    return record

@@ -1,0 +1,82 @@
+"""What a plug-in notices about a user's loop: schedules that do nothing, and parameters that are not what they were."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .core import Core
+from .names import Past, float_parameters
+
+
+class Warner:
+    """Warns once about each matter."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+
+    def __call__(self, matter: str, text: str, stacklevel: int = 3) -> None:
+        if matter not in self.known:
+            self.known.add(matter)
+            warnings.warn(text, stacklevel=stacklevel)
+
+
+class Endings:
+    """The parameters with which a task ended: to notice a new one under a known name that does not continue them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, int, Tensor]] = {}  # the parameter, its rows, a fingerprint of its values
+
+    def record(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._known = {
+            name: (weakref.ref(p), len(p) if p.dim() else 0, fingerprint(p.detach())) for name, p in parameters.items()
+        }
+
+    def warn_about_new(self, core: Core, past: Past, warn: Warner) -> None:
+        """A new Parameter whose old rows were not copied would be pulled to its random start by their Fisher."""
+        for name, (known, rows, expected) in self._known.items():
+            parameter = core.parameters.get(name)
+            if parameter is None or parameter is known() or name in past or name not in core.cumulative:
+                continue
+            value = parameter.detach()
+            if not torch.allclose(fingerprint(value[:rows] if rows else value), expected.to(value.device), 1e-9, 0):
+                warn(
+                    f"replaced {name}",
+                    f"{name!r} is a new Parameter without the values that the last task ended with, but it continues "
+                    f"that task's Fisher. Say whose rows it holds: begin_task(past={{{name!r}: None}}) for those of a "
+                    "new tensor, or their earlier names",
+                    stacklevel=4,
+                )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Endings, ()  # copies have other parameters
+
+
+def fingerprint(value: Tensor) -> Tensor:
+    """Two numbers that tell a tensor's values apart from others."""
+    value = value.double()
+    return torch.stack([value.sum(), value.square().sum()])
+
+
+def check_parameters(core: Core, task: int, warn: Warner) -> None:
+    """The parameters of the task are still those that it began with."""
+    current = float_parameters(core.model)
+    replaced = [name for name in core.anchor if current.get(name) is not core.parameters[name]]
+    if replaced:
+        raise RuntimeError(
+            f"parameter {replaced[0]!r} was replaced within task {task}: grow the model first, then make the optimizer "
+            "and call begin_task()"
+        )
+    added = [name for name, p in current.items() if name not in core.parameters and p.requires_grad]
+    if added:
+        warn(
+            f"added {task}",
+            f"parameter {added[0]!r} was added within task {task}, which collects no Fisher for it: grow the model "
+            "before begin_task()",
+            stacklevel=4,
+        )

