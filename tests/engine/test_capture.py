@@ -36,7 +36,7 @@ def test_backbone_changes_in_every_task(precision: str, few: Dataset, tmp_path: 
         assert all(not torch.equal(before[name], after[name]) for name in trained)
 
 
-def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> None:
+def test_layers_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> None:
     """A probe runs beside the captured step. Layers with forward hooks do not use our kernels."""
     given = {"base_classes": 2, "tasks": 2, "precision": "bf16", "engine": "graph", "pass": {"net": "resnet32-pycil"}}
     seen = {}
@@ -44,13 +44,13 @@ def test_maps_are_teleported_between_replays(few: Dataset, tmp_path: Path) -> No
         run = make_run(few, tmp_path / choice, quick("pass", "ivt", ivt={"batchnorm": choice, "head": "keep"}, **given))
         assert finish(run)["engine"]["notices"] == []
         seen[choice] = weights(run.snapshot_path(2))
-    for choice, name in itertools.product(("layer",), seen["keep"]):
-        assert torch.isfinite(seen[choice][name]).all(), name
+    for name in seen["keep"]:
+        assert torch.isfinite(seen["layer"][name]).all(), name
         if name.endswith("norm1.weight") and name.startswith("method/model."):
-            assert not torch.equal(seen[choice][name], seen["keep"][name]), name
+            assert not torch.equal(seen["layer"][name], seen["keep"][name]), name
 
 
-def test_maps_do_not_change_if_scale_is_one(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_do_not_change_if_scale_is_one(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an old Fisher S is 1. Training is in bfloat16, but the probe that sets weights is not."""
     before: list[dict[str, torch.Tensor]] = []
 
@@ -64,7 +64,7 @@ def test_maps_do_not_change_if_scale_is_one(few: Dataset, tmp_path: Path, monkey
 
     def after_end_epoch(self: IVTAddOn, *_: object) -> None:
         for name, weight in norms(self).items():
-            assert torch.allclose(weight, before[-1][name], rtol=0.02, atol=0.005), name
+            assert torch.allclose(weight, before[-1][name], rtol=0.02, atol=0.01), name
 
     watch(monkeypatch, IVTAddOn, "end_epoch", before=before_end_epoch, after=after_end_epoch)
     own = {"net": "resnet32-pycil", "batch_size": 8}
