@@ -80,6 +80,7 @@ bench: $(VENV)/lab
 	$(BIN)/python benchmarks/complete_run.py --small
 	$(BIN)/python benchmarks/packing.py --images 500
 	$(BIN)/python benchmarks/startup.py --small
+	$(BIN)/python benchmarks/campaign.py --small
 
 figures: $(VENV)/lab
 	test ! -d results/figures || $(BIN)/incvec study draw results/figures
