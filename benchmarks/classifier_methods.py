@@ -360,7 +360,9 @@ def draw(given: argparse.Namespace) -> None:
         curves = [[after[0] for after in row["accuracy"]] for row in rows if row["approach"] == approach]
         mean = np.mean(curves, axis=0)
         sizes = np.cumsum(rows[0]["sizes"])[-len(mean) :]
-        style: dict[str, Any] = {"linestyle": "--", "color": "0.4"} if approach in BOUNDS else {}
+        style: dict[str, Any] = (
+            {"linestyle": ("--", ":", "-.")[BOUNDS.index(approach)], "color": "0.4"} if approach in BOUNDS else {}
+        )
         axes.plot(sizes, mean, marker="o", label=approach, linewidth=2.5 if approach == "lda" else 1.2, **style)
     axes.set_xlabel("classes learned so far")
     axes.set_ylabel("accuracy on all of them, %")
