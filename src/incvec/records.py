@@ -244,12 +244,11 @@ def check_consistent(record: Mapping[str, Any], path: Path) -> None:
 
 
 def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
-    """Translate the names of earlier formats."""
-    if record.get("format", 1) == 1:
-        if "facts" in record:
-            record["statistics"] = record.pop("facts")
-        if "config" in record:
-            record["config"] = upgrade_settings(record["config"])
+    """Translate the names of earlier versions."""
+    if "facts" in record:
+        record["statistics"] = record.pop("facts")
+    if "config" in record:
+        record["config"] = upgrade_settings(record["config"])
     return record
 
 

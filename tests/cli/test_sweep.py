@@ -199,6 +199,7 @@ def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Pat
         "device": "cpu", "precision": "fp32", "engine": "eager", "start": "there", "image_size": "16",
         "class_list": "cmc", "placement": "streamed", "held_out": "10", "stop_after": "1", "snapshots": "false",
         "sync_batchnorm": "false", "last_batch": "keep",
+        "task_sizes": "[4, 6]",
     }  # fmt: skip
     in_the_name = {"method", "addons", "dataset", "tasks", "seed", "oracle"}
     assert set(values) == set(RunConfig.model_fields) - in_the_name - {"sections"}
