@@ -102,7 +102,7 @@ def test_seeds_are_checked(seeds: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_shows_what_it_installs(tmp_path: Path) -> None:
-    command = ["make", "-n", "demo", f"VENV={tmp_path / 'env'}"]
+    command = ["make", "--no-print-directory", "-n", "demo", f"VENV={tmp_path / 'env'}"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert "GB" in lines[0]
     assert "minutes" in lines[0]

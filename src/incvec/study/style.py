@@ -41,6 +41,7 @@ METHODS = {
     "finetune": RunStyle("finetune", GRAY, "^", DOTTED),
     "replay": RunStyle("replay", GRAY, "v"),
     "joint": RunStyle("joint", "#882255", "P", DOTTED),
+    "lda": RunStyle("LDA", "#999933", "X"),
     "lwf": RunStyle("LwF", "#999933", "<"),
     "ewc": RunStyle("EWC", "#999933", ">"),
     "icarl": RunStyle("iCaRL", "#E69F00", "v"),
