@@ -394,6 +394,8 @@ def test_states_of_other_models_are_refused_between_tasks_too() -> None:
         IVT(nn.ModuleDict({"a": nn.Linear(2, 2)})).load_state_dict(state)
     with pytest.raises(ValueError, match=r"'0\.bias'.*only rows appended"):
         IVT(network()).load_state_dict({**state, "cumulative/0.bias": torch.ones(4)})
+    with pytest.raises(ValueError, match=r"cumulative/0\.bias was saved as torch.int64"):
+        IVT(network()).load_state_dict({**state, "cumulative/0.bias": torch.ones(3, dtype=torch.int64)})
     with pytest.raises(ValueError, match="step counts"):
         IVT(network()).load_state_dict({**state, "steps": torch.tensor(1.0)})
 

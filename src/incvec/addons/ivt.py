@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Stage, Task, Terms, World
+from incvec.errors import CheckpointError
 from incvec.ivt import IVT
 from incvec.ivt.batchnorm import Recalibration, running_statistics
 from incvec.ivt.listening import INPUT_BATCHES
@@ -239,7 +240,10 @@ class IVTAddOn(AddOn):
         if task.index == 0 and not self._measures_first:
             assert self.world.base_fisher is not None
             self._begin(1)
-            self.plugin.core.set_fisher(self.world.base_fisher)
+            try:
+                self.plugin.core.set_fisher(self.world.base_fisher)
+            except (KeyError, ValueError) as error:
+                raise CheckpointError(f"the base task cannot be used: {error}. Delete its file to train it again.") from None
         self._statistics = self._task_statistics() if task.index > 0 else {}
         self.plugin.end_task()
 

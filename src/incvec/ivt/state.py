@@ -93,6 +93,10 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
 
 def check_fits(state: State, parameters: Mapping[str, Tensor], kernels: Collection[str]) -> None:
     """Refuse a state of a different model, and numbers that no Fisher has."""
+    for part in ("anchor", "cumulative", "fisher"):
+        for name, value in getattr(state, part).items():
+            if not value.is_floating_point():
+                raise ValueError(f"{part}/{name} was saved as {value.dtype}; expected floating-point numbers")
     for name, value in state.cumulative.items():
         check_fisher(name, value, name in kernels)
     if not state.in_task:
