@@ -243,7 +243,9 @@ class IVTAddOn(AddOn):
             try:
                 self.plugin.core.set_fisher(self.world.base_fisher)
             except (KeyError, ValueError) as error:
-                raise CheckpointError(f"the base task cannot be used: {error}. Delete its file to train it again.") from None
+                raise CheckpointError(
+                    f"the saved base task cannot be used: {error}. Delete its file to train it again."
+                ) from None
         self._statistics = self._task_statistics() if task.index > 0 else {}
         self.plugin.end_task()
 
