@@ -7,6 +7,7 @@ summaries from the table below.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -16,7 +17,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 import incvec
-from incvec.cli.common import say, say_error
+from incvec.cli.common import is_torchrun, say, say_error
 from incvec.errors import REPORT_AT, user_message
 
 EXIT_INTERRUPTED = 130  # the shell convention for a program ended by Ctrl-C
@@ -133,8 +134,18 @@ class Commands(TyperGroup):
                 if not type(error).__module__.startswith(("typer", "click")):
                     error.add_note(REPORT_AT)
                 raise
-            say_error(message)
+            if not (is_torchrun() and os.environ["RANK"] != "0" and not is_connected()):
+                say_error(message)
         raise typer.Exit(1)
+
+
+def is_connected() -> bool:
+    """Whether the processes of a distributed run have met. Before that all of them have the same errors."""
+    if "torch" not in sys.modules:
+        return False
+    import torch
+
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def exit_if_peer_failed(error: Exception) -> None:

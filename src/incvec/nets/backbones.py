@@ -112,7 +112,7 @@ def check_backbone(name: str) -> None:
     elif name not in BACKBONES:
         known = ", ".join(BACKBONES)
         raise ConfigError(
-            f"unknown backbone {name!r}.{nearest(name, BACKBONES)} Available: {known}, lite0, timm/NAME and "
+            f"setting net: unknown backbone {name!r}.{nearest(name, BACKBONES)} Available: {known}, lite0, timm/NAME and "
             "torchvision/NAME."
         )
 
