@@ -230,11 +230,13 @@ def print_overview(console: Console) -> None:
 def print_entries(found: Iterable[Entry], console: Console) -> None:
     found = list(found)
     width = max(len(entry["name"]) for entry in found)
+    lines = []
     for entry in found:
         line = Text("  ").append(entry["name"].ljust(width), "cyan").append(f"  {entry['summary']}")
         if below := second_line(entry):
             line.append(f"\n{' ' * (width + 4)}{below}", "dim")
-        console.print(line, soft_wrap=True)
+        lines.append(line)
+    console.print(Text("\n").join(lines), soft_wrap=True, highlight=False)
 
 
 def second_line(entry: Entry) -> str:
