@@ -54,6 +54,7 @@ def test_a_gradient_without_a_finite_square_moves_nothing_and_adds_nothing(bad: 
         before, past = values(model), {name: value.clone() for name, value in ivt.cumulative.items()}
         ivt.end_epoch()
         assert all(bool(value.isfinite().all()) for value in values(model).values())
+        assert all(0.5 <= row["scale"] <= 1 for row in ivt.report())
         if task == 1:
             assert torch.equal(model[2].bias[0], before["2.bias"][0])  # no F, so it is left alone
             assert not torch.equal(model[2].bias[1], before["2.bias"][1])
