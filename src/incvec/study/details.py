@@ -116,7 +116,7 @@ def teleport_chart(panel: Panel, name: str) -> Lines | None:
     if not drawn:
         return None
     label, meaning = STATISTICS[name]
-    after = " Each teleport is a step down." if name == "distance" else ""
+    after = " A task begins at 0; each teleport is a step down." if name == "distance" else ""
     return Lines(
         f"{panel.name}-teleports-{name}", f"{panel.title}: {label} at the teleports", "task, and share of its epochs",
         label, tuple(line for _, line in drawn), dense=True, unit="",
@@ -129,6 +129,8 @@ def teleport_curve(record: Any, addon: str, name: str) -> dict[float, float]:
     """The value by task and share of its epochs: 2.5 is in the middle of task 2."""
     curve: dict[float, float] = {}
     for task, rows in teleports_of(record, addon):
+        if name == "distance":
+            curve[round(task + 1 + 2e-4, 4)] = 0.0  # a task begins at its anchor
         for k, epoch in enumerate(rows["epoch"]):
             place = round(task + 1 + epoch / rows["of"], 4)
             if name == "distance":
