@@ -124,15 +124,18 @@ def _child(arguments: Sequence[str], folder: Path, out: Path, err: Path, start_u
 
 def _wait(pid: int, out: Path, signals: list[tuple[float, int]], may_train: bool) -> int | None:
     began = time.monotonic()
+    used, last_used = 0.0, 0.0  # seconds of the processor, and when they last increased
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
         now = time.monotonic() - began
+        if (seconds := cpu_seconds(pid)) > used:
+            used, last_used = seconds, now
         while signals and now >= signals[0][0]:
             number = signals.pop(0)[1]
             (os.killpg if number == signal.SIGINT else os.kill)(pid, number)  # a terminal interrupts all processes
-        stuck = now > SECONDS and not SECONDS > cpu_seconds(pid) > now / 20
+        stuck = used > SECONDS or now - last_used > SECONDS  # a busy machine may leave it little time
         training = (
             not may_train
             and now > TRAINING_SECONDS

@@ -352,8 +352,13 @@ class Method(nn.Module):
 
     # Classification -------------------------------------------------------------------------------------
 
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        """The names of the classifiers in the result of `forward`, in its order. The first one is reported."""
+        return ("cnn",)
+
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Scores over the classes seen, by classifier. The first one is reported."""
+        """Scores over the classes seen, by classifier."""
         raise TypeError(f"{type(self).__name__} does not define forward")
 
     def class_logits(self, logits: Tensor) -> Tensor:

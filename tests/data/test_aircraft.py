@@ -101,8 +101,10 @@ def test_copy_from_encoded_images(npz: tuple[Path, list[bytes]], tmp_path: Path)
     assert data.test_images[2, :, 5, 5].tolist() == [220, 100, 50]
     assert data.about == {"variants": 3}
     assert (tmp_path / "root/fgvc-aircraft-2013b/data/images/0000004.webp").read_bytes() == files[4]
-    with pytest.raises(DataError, match="already exists"):
-        aircraft.copy(source, tmp_path / "root")
+    (line,) = aircraft.copy(source, tmp_path / "root")  # again, as after an interruption at the very end
+    assert line.endswith("which were there already")
+    with pytest.raises(DataError, match="already has other images"):
+        aircraft.copy(source, tmp_path / "root", ["MD-80"])
 
 
 def test_copy_some_variants(npz: tuple[Path, list[bytes]], tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def rewrite(saved: Path, out: Path, **changes: Any) -> Path:
         ({"progress": {"correct": 1.5}}, "progress.correct is 1.5: Input should be an object"),
         ({"progress": {"odd": 1}}, "progress.odd is 1: Unexpected keyword argument"),
         ({"progress": {"correct": {"cnn": []}}}, "progress.correct does not have a row for each of 1 tasks"),
+        ({"progress": {"losses": [{"task": 0}]}}, "progress.losses.0.stage .*: Field required"),
     ],
 )
 def test_invalid_header_is_refused_with_file_and_key(
@@ -172,6 +173,29 @@ def test_invalid_header_is_refused_with_file_and_key(
     with pytest.raises(CheckpointError, match=rf"checkpoint.safetensors has an invalid header: {message}"):
         finish(make_run(few, out, quick("podnet", "ivt")))
     assert (out / "checkpoint.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, r"has the classifiers \[\], but podnet has \['cnn', 'nme'\] after 1 tasks"),
+        ({"cnn": None}, r"has the classifiers \['cnn'\], but podnet has \['cnn', 'nme'\]"),
+        ({"cnn": None, "nme": None, "odd": None}, "has the classifiers"),
+        ({"nme": None, "cnn": None}, "has the classifiers"),
+        ({"cnn": None, "nme": [[1]]}, "nme is invalid: row 0 of correct_by_class has 1 classes"),
+        ({"cnn": [[10**6] * 4], "nme": None}, r"cnn is invalid: after task 0, class 0 has 1000000 correct"),
+    ],
+)
+def test_counts_of_other_classifiers_or_classes_are_refused(
+    change: dict[str, Any], message: str, saved: Path, few: Dataset, tmp_path: Path
+) -> None:
+    """`correct` with the given classifiers; None has the saved counts of one of them."""
+    progress = read_tensors(saved)[1]["progress"]
+    rows = progress["correct"]["cnn"]
+    correct = {name: rows if changed is None else changed for name, changed in change.items()}
+    rewrite(saved, tmp_path, progress=progress | {"correct": correct})
+    with pytest.raises(CheckpointError, match=rf"checkpoint\.safetensors: progress\.correct.?{message}"):
+        finish(make_run(few, tmp_path, quick("podnet", "ivt")))
 
 
 def test_position_behind_the_end_of_the_run_is_refused(saved: Path, few: Dataset, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 import incvec
 from incvec import IVT
@@ -274,6 +275,38 @@ def test_report_tells_of_the_last_teleport() -> None:
         assert row["fisher_new"] == pytest.approx(f.mean().item())
         assert row["fisher_prev"] == pytest.approx(a.mean().item())
         assert row["ratio"] == pytest.approx(f.mean().item() / a.mean().item())
+
+
+def test_teleports_of_a_task_are_reported_one_by_one_and_survive_a_restart() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT.verbatim(model, interval=2)
+    base_task(model, ivt, optimizer)
+    assert ivt.teleports() == []
+    ivt.begin_task(optimizer, epochs=4)
+    expected = []
+    for epoch in range(1, 5):
+        step(model, optimizer, seed=epoch)
+        before = parameters_to_vector(model.parameters()).detach().clone()
+        if ivt.end_epoch():
+            names = dict(model.named_parameters())
+            mappings = ivt.anchor, ivt.cumulative, ivt.fisher
+            anchor, a, f = (torch.cat([each[name].flatten() for name in names]) for each in mappings)
+            distances = [(before - anchor).norm(), (parameters_to_vector(model.parameters()) - anchor).norm()]
+            expected.append([epoch, ((a + f) / (2 * a + f)).mean().item(), *(float(d) for d in distances)])
+        if epoch == 3:
+            state = ivt.state_dict()
+            ivt.load_state_dict({key: value for key, value in state.items() if not key.startswith("teleport")})
+            assert ivt.teleports() == []  # a state of an earlier version
+            ivt.load_state_dict(state)
+            with pytest.raises(ValueError, match="statistics of the teleports"):
+                ivt.load_state_dict({**state, "teleports": torch.zeros(2)})
+    assert [epoch for epoch, *_ in expected] == [2, 4]
+    assert [list(row.values()) for row in ivt.teleports()] == [pytest.approx(row) for row in expected]
+    ivt.end_task()
+    assert len(ivt.teleports()) == 2
+    ivt.begin_task(optimizer)
+    assert ivt.teleports() == []
 
 
 def test_set_fisher_stands_for_the_tasks_own() -> None:

@@ -49,6 +49,21 @@ def test_teleports_are_shown_by_task_for_runs_that_have_them() -> None:
     assert all(command.startswith("incvec run --method podnet --addon ivt") for command in scale.commands)
 
 
+def test_teleports_are_shown_one_by_one_for_records_that_have_them() -> None:
+    def teleported(seed: int) -> dict[str, Any]:
+        rows = {"of": 4, "epoch": [2, 4], "scale": [0.8, 0.7], "distance_before": [3.0, 2.0 + seed]}
+        own = {"all": {"scale": 0.7, "distance": 1.5}, "teleports": rows | {"distance_after": [2.5, 1.5]}}
+        return sample("podnet", "ivt", seed=seed) | {"statistics": [{"ivt": {}}, {"ivt": own}]}
+
+    (panel,) = make_panels(group_runs(runs_of({str(seed): teleported(seed) for seed in (0, 1)})))
+    drawn = {chart.slug: chart for chart in details.panel_details(panel).training}
+    assert [slug.partition("-teleports-")[2] for slug in drawn] == ["scale", "distance"]  # and none by task
+    scale, distance = (chart.lines[0] for chart in drawn.values())
+    assert (scale.x, scale.y, scale.seeds) == ((2.5, 3.0), (0.8, 0.7), 2)
+    assert distance.x == (2.0002, 2.5, 2.5001, 3.0, 3.0001)
+    assert distance.y == (0.0, 3.0, 2.5, 2.5, 1.5)
+
+
 def test_accuracy_by_class_has_names_and_tasks() -> None:
     table = details.class_table(panel_of())
     assert table is not None

@@ -33,7 +33,7 @@ from incvec.ivt import IVT
 from incvec.ivt.batchnorm import Recalibration, running_statistics
 from incvec.ivt.listening import INPUT_BATCHES
 from incvec.ivt.optimizer_state import reset_state
-from incvec.ivt.transform import pull
+from incvec.ivt.statistics import by_column, part_statistics
 
 
 class IVTOptions(Options):
@@ -246,8 +246,13 @@ class IVTAddOn(AddOn):
                 raise CheckpointError(
                     f"the saved base task cannot be used: {error}. Delete its file to train it again."
                 ) from None
-        self._statistics = self._task_statistics() if task.index > 0 else {}
-        self.plugin.end_task()
+        plugin, self._statistics = self.plugin, {}
+        if task.index > 0:
+            parameters = dict(self.method.model.named_parameters())
+            self._statistics = dict(part_statistics(parameters, plugin.anchor, plugin.cumulative, plugin.fisher))
+            if rows := plugin.teleports():
+                self._statistics["teleports"] = by_column(rows, plugin.epochs)
+        plugin.end_task()
 
     # State and statistics -------------------------------------------------------------------------------
 
@@ -263,30 +268,3 @@ class IVTAddOn(AddOn):
 
     def statistics(self) -> dict[str, Any]:
         return self._statistics
-
-    @torch.no_grad()
-    def _task_statistics(self) -> dict[str, Any]:
-        """By part of the network: mean S with the last epoch's F_t, F_t / Fbar_{t-1}, distance from the anchor."""
-        parameters, past = dict(self.method.model.named_parameters()), self.plugin.cumulative
-        parts: dict[str, list[tuple[Tensor, ...]]] = {}
-        for name, new in self.plugin.fisher.items():
-            old = past.get(name)
-            if old is None or old.shape != parameters[name].shape:
-                continue
-            old, anchor = (tensor.to(new.device) for tensor in (old, self.plugin.anchor[name]))
-            moved = (parameters[name] - anchor).square().sum()
-            s = 1 - pull(old, new)
-            row = (s.sum(), new.sum(), old.sum(), moved, torch.tensor(float(old.numel())))
-            for part in ("all", ".".join(name.split(".")[:3])):
-                parts.setdefault(part, []).append(tuple(value.double().cpu() for value in row))
-        statistics = {}
-        for part, rows in parts.items():
-            s_sum, f_new, f_old, moved_square, count = (
-                float(torch.stack(column).sum()) for column in zip(*rows, strict=True)
-            )
-            statistics[part] = {
-                "scale": round(s_sum / count, 5),
-                "fisher_ratio": float(f"{f_new / f_old:.5g}") if f_old > 0 else None,
-                "distance": float(f"{moved_square**0.5:.5g}"),
-            }
-        return statistics

@@ -185,8 +185,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    epilog="New here? [bold]incvec demo[/bold] trains four runs on embedded data and draws the result, in about a "
-    "minute on a CPU. [bold]incvec COMMAND --help[/bold] describes a command and shows examples.",
+    epilog="New here? [bold]incvec demo[/bold] trains seven small runs on embedded data and draws the result, in "
+    "about a minute on a CPU. [bold]incvec COMMAND --help[/bold] describes a command and shows examples.",
 )
 
 

@@ -143,20 +143,25 @@ def copy(source: Path, root: Path, variants: Sequence[str] | None = None) -> lis
         raise DataError(f"{source} has no variant {unknown[0]!r}; it has {', '.join(known[:5])}, ... ({len(known)})")
     selected = [name for name in known if variants is None or name in variants]
     folder = root / FOLDER / "data"
+    rows = {split: [row for row in parts[part] if row[2] in selected] for part, split in PARTS.items()}
+    lists = {
+        f"images_variant_{split}.txt": "".join(f"{name} {variant}\n" for name, _, variant, _ in rows[split])
+        for split in rows
+    }
+    lists["variants.txt"] = "".join(f"{name}\n" for name in selected)  # last: marks a complete copy
+    counts = " and ".join(f"{len(rows[split])} {split}" for split in rows)
+    report = f"{len(selected)} variants, {counts} images in {folder}"
     if (folder / "variants.txt").exists():
-        raise DataError(f"{folder} already exists; move it away or choose another folder")
+        files = {name: folder / name for name in lists}
+        if all(file.is_file() and read_bytes(file) == lists[name].encode() for name, file in files.items()):
+            return [f"{report}, which were there already"]
+        raise DataError(f"{folder} already has other images; move it away or choose another folder")
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    counts = []
-    for part, split in PARTS.items():
-        rows = [row for row in parts[part] if row[2] in selected]
-        for name, extension, _, write in rows:
-            write(folder / "images" / f"{name}{extension}")
-        lines = "".join(f"{name} {variant}\n" for name, _, variant, _ in rows)
-        write_bytes(folder / f"images_variant_{split}.txt", lines.encode(), DataError)
-        counts.append(f"{len(rows)} {split}")
-    names = "".join(f"{name}\n" for name in selected)
-    write_bytes(folder / "variants.txt", names.encode(), DataError)  # last: marks a complete copy
-    return [f"{len(selected)} variants, {' and '.join(counts)} images in {folder}"]
+    for name, extension, _, write in (row for split in rows.values() for row in split):
+        write(folder / "images" / f"{name}{extension}")
+    for name, text in lists.items():
+        write_bytes(folder / name, text.encode(), DataError)
+    return [report]
 
 
 def _read_copy(source: Path) -> tuple[tuple[str, ...], ImageWriters]:

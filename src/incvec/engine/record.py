@@ -5,19 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired
 
 from pydantic import ConfigDict
+from typing_extensions import TypedDict
 
 from incvec.config import RunConfig
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.engine.build import RunParts, describe_preprocessing
+from incvec.errors import CheckpointError
 from incvec.metrics import counts_by_task, matrix_from_counts, summarize
 from incvec.records import FORMAT, environment
 
 ALL_EPOCHS, EVERY = 20, 5  # longer stages are recorded with the losses of every fifth epoch
 MAX_CONFUSION = 50  # classes; a larger confusion matrix would be most of the record
+
+
+class StageLog(TypedDict):
+    """A stage's row of `Progress.losses`."""
+
+    task: int
+    stage: str
+    terms: dict[str, list[float]]  # one value per epoch
+    capture_seconds: NotRequired[float]
+    seconds: float
 
 
 @dataclass
@@ -28,7 +40,7 @@ class Progress:
 
     correct: dict[str, list[list[int]]] = field(default_factory=dict)  # classifier -> task -> by class
     confusion: list[list[int]] = field(default_factory=list)  # after the last task: class -> predicted class
-    losses: list[dict[str, Any]] = field(default_factory=list)  # one row per stage
+    losses: list[StageLog] = field(default_factory=list)  # one row per stage
     statistics: list[dict[str, Any]] = field(default_factory=list)  # one row per task, by add-on
     task_seconds: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -41,12 +53,12 @@ class Progress:
         if text not in self.notices:
             self.notices.append(text)
 
-    def stage_log(self, task: Task, stage: Stage) -> dict[str, Any]:
+    def stage_log(self, task: Task, stage: Stage) -> StageLog:
         """The stage's row of `losses`. A resumed run continues the row it has."""
-        for row in self.losses:
-            if row["task"] == task.index and row["stage"] == stage.name:
-                return row
-        row = {"task": task.index, "stage": stage.name, "terms": {}, "capture_seconds": 0.0, "seconds": 0.0}
+        for present in self.losses:
+            if present["task"] == task.index and present["stage"] == stage.name:
+                return present
+        row: StageLog = {"task": task.index, "stage": stage.name, "terms": {}, "capture_seconds": 0.0, "seconds": 0.0}
         self.losses.append(row)
         return row
 
@@ -66,6 +78,23 @@ def accuracy_matrix(progress: Progress, parts: RunParts, classifier: str | None 
     """Rows of the accuracy matrix so far, in percent; by default of the reported classifier."""
     name = classifier or next(iter(progress.correct))
     return matrix_from_counts(progress.correct[name], class_counts(parts), parts.tasks)
+
+
+def check_counts(progress: Progress, parts: RunParts, evaluated: int) -> None:
+    """Refuse saved counts that are not those of this run's classifiers after `evaluated` tasks."""
+    expected = parts.method.classifiers if evaluated else ()
+    if tuple(progress.correct) != expected:
+        raise CheckpointError(
+            f"progress.correct has the classifiers {list(progress.correct)}, but {parts.method.name} has "
+            f"{list(expected)} after {evaluated} tasks."
+        )
+    for name, rows in progress.correct.items():
+        if len(rows) != evaluated:
+            raise CheckpointError(f"progress.correct.{name} has {len(rows)} rows, expected {evaluated}, one per task.")
+        try:
+            accuracy_matrix(progress, parts, name)
+        except ValueError as error:
+            raise CheckpointError(f"progress.correct.{name} is invalid: {error}.") from None
 
 
 def make_record(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from incvec.engine.capture import capture_with_fallback
 from incvec.engine.checkpoint import Position
 from incvec.engine.loop import StageLoop
 from incvec.engine.loss_history import LossHistory, check_weights, fetch_history, mean_terms
+from incvec.engine.record import StageLog
 from incvec.engine.seeds import derive
 from incvec.engine.state import RunState
 from incvec.errors import TrainingError
@@ -81,7 +81,7 @@ def begin_stage(state: RunState, task: Task, stage: Stage) -> StageLoop:
     return state.make_loop(task, stage, rows)
 
 
-def capture(state: RunState, loop: StageLoop, log: dict[str, Any], others_running: Callable[[], bool]) -> list[str]:
+def capture(state: RunState, loop: StageLoop, log: StageLog, others_running: Callable[[], bool]) -> list[str]:
     """Capture the epoch's step if the engine is `graph`; returns notices about slower modes."""
     stage = loop.stage
     loop.attempted.add(loop.own)
@@ -120,7 +120,7 @@ def end_epoch(state: RunState, task: Task, loop: StageLoop, epoch: int) -> None:
         state.synchronize()
 
 
-def log_epoch(state: RunState, task: Task, loop: StageLoop, log: dict[str, Any], history: LossHistory) -> ev.EpochEnded:
+def log_epoch(state: RunState, task: Task, loop: StageLoop, log: StageLog, history: LossHistory) -> ev.EpochEnded:
     stage, epoch = loop.stage, history.epoch + 1
     where = f"task {task.index + 1}, stage {stage.name!r}"
     terms = mean_terms(history, loop.terms, where, state.last_checkpoint)

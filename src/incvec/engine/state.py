@@ -18,7 +18,7 @@ from incvec.engine.checkpoint import CheckpointWriter, Position
 from incvec.engine.distributed import Distributed
 from incvec.engine.estimate import Estimate
 from incvec.engine.loop import StageLoop
-from incvec.engine.record import Progress
+from incvec.engine.record import Progress, check_counts
 from incvec.engine.seeds import derive
 from incvec.errors import CheckpointError
 
@@ -77,6 +77,7 @@ class RunState:
         """Continue from a checkpoint, a shared base (`addons=False`) or a snapshot."""
         self.drop_loop()
         self._check_position(Position(*meta["position"]))
+        check_counts(Progress(**meta["progress"]), self.parts, meta["position"][0])
         namespaces = checkpoints.restore(self.parts, tensors, meta, self.config.seed, addons)
         device = self.parts.world.device
         if "fisher" in namespaces:

@@ -48,6 +48,11 @@ def evaluate_task(state: RunState, task: Task, snapshot: Path | None) -> ev.Task
         # An add-on may change even a frozen encoder, so then nothing is cached.
         encoded = state.encoded_test_images if method.frozen_encoder and not parts.addons else None
         counts = confusion_by_classifier(method, parts.world, parts.test, rows, task, state.distributed, encoded)
+        if tuple(counts) != method.classifiers:
+            raise TypeError(
+                f"{type(method).__name__}.forward returns scores of {list(counts)}, but its `classifiers` are "
+                f"{list(method.classifiers)}: both need the same names in the same order"
+            )
         for name, confusion in counts.items():
             state.progress.correct.setdefault(name, []).append(confusion.diagonal().tolist())
         reported = next(iter(counts.values()))

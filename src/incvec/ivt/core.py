@@ -30,6 +30,7 @@ from .batchnorm import (
 from .fisher import EXPONENT, BatchFisher, Structure, capturing, check_fisher
 from .names import Past, clean, continued, fisher_shape, float_parameters, grown, kernel_names, state_dtype
 from .state import State, check_fits, pack, unpack
+from .statistics import overall
 from .transform import block_teleport_, pull, teleport_
 
 Memory = Literal["device", "host"]
@@ -55,6 +56,7 @@ class Core:
         self.fisher = BatchFisher({})
         self.finalized = False  # F holds means of an epoch, no longer sums
         self.statistics: list[tuple[str, int, Tensor]] = []  # of the last teleport
+        self.teleports: list[tuple[int, int, Tensor]] = []  # of the task: epoch, number of elements, `overall`
         self._before: dict[str, Tensor] | None = None  # Fbar under the names and shapes before `begin`
 
     def read_parameters(self) -> None:
@@ -89,6 +91,7 @@ class Core:
         }
         self._before = before
         self.anchor = {}
+        self.teleports = []
         self.fisher = BatchFisher({}, self.kernels)
         self.admit(trained)
         self.buffers = {}
@@ -207,8 +210,10 @@ class Core:
     # Teleport ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def teleport(self, excluded: Collection[str] = (), probe: Probe | None = None) -> list[str]:
+    def teleport(self, excluded: Collection[str] = (), probe: Probe | None = None, epoch: int = 0) -> list[str]:
         """theta <- anchor + S (theta - anchor), in place, by this epoch's F_t. Returns the names that moved.
+
+        Statistics of the teleport stay on the device.
 
         excluded: names that are not teleported; their F is collected all the same.
         probe: runs the network in the mode it is trained in, on the images that define the maps of BatchNorm layers.
@@ -244,6 +249,9 @@ class Core:
         if write is not None:
             write()
         self.statistics = [(name, current[name].numel(), measured[name]) for name in names]
+        if names:
+            elements = sum(current[name].numel() for name in names)
+            self.teleports.append((epoch, elements, overall([measured[name] for name in names])))
         return names
 
     def _fold_layers(
@@ -322,6 +330,8 @@ class Core:
                 buffers=self.buffers,
                 grown={name: torch.ones(1) for name in grown},
                 steps=torch.stack([counts[name] for name in sorted(fisher)]) if fisher else torch.zeros(0),
+                teleports=torch.stack([row for *_, row in self.teleports]) if self.teleports else torch.zeros(0, 3),
+                teleport_epochs=torch.tensor([row[:2] for row in self.teleports], dtype=torch.int64).view(-1, 2),
             )
         )
 
@@ -341,6 +351,9 @@ class Core:
         self.fisher.restore(saved.fisher, saved.steps.tolist())
         self.finalized = saved.epoch_finalized
         self.statistics = []
+        epochs: list[list[int]] = saved.teleport_epochs.tolist()
+        rows = saved.teleports.clone().unbind()
+        self.teleports = [(epoch, elements, row) for (epoch, elements), row in zip(epochs, rows, strict=True)]
         self._before = None
         return saved
 

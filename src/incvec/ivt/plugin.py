@@ -31,7 +31,7 @@ from .fisher import BatchFisher, Structure, check_choice
 from .listening import Inputs, Listener, Watched, gradients_of
 from .names import Excluded, Past, check_supported, excluded_names, float_parameters, unwrap, unwrap_optimizer
 from .optimizer_state import reset_state
-from .transform import ReportRow, report_rows
+from .statistics import ReportRow, TeleportRow, report_rows, teleport_rows
 
 Last = Literal["skip", "teleport"]
 FisherLoss = Literal["whole", "own"]
@@ -384,7 +384,7 @@ class IVT:
                     "Call the model itself, not its parts, or give IVT(probe=...)"
                 )
         with modes:
-            moved = self.core.teleport(self._left_alone(), probe)
+            moved = self.core.teleport(self._left_alone(), probe, self._epoch)
         if moved and self.core.layers:
             self._inputs.share(self.probe)
         if self.optimizer_state == "reset":
@@ -507,6 +507,10 @@ class IVT:
     def report(self) -> list[ReportRow]:
         """Statistics of the last teleport, one row per tensor. Synchronizes with the device."""
         return report_rows(self.core.statistics)
+
+    def teleports(self) -> list[TeleportRow]:
+        """One row per teleport of this task, or of the last one between tasks. Synchronizes with the device."""
+        return teleport_rows(self.core.teleports)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything needed to resume, as a flat mapping of contiguous copies; see `incvec.ivt.state`."""

@@ -14,6 +14,9 @@ from .names import fisher_shape, grown
 _PARTS = ("anchor", "cumulative", "fisher", "buffers", "grown")
 _COUNTERS = ("task", "epoch", "in_task", "epoch_finalized")
 _ADDED = {"epochs": -1, "exponent": 0}  # counters that states of earlier versions lack
+_TELEPORTS = {"teleports": torch.zeros(0, 3), "teleport_epochs": torch.zeros(0, 2, dtype=torch.int64)}
+"""Statistics that states of earlier versions lack; the values are those of no teleport."""
+
 _RENAMED = {"epoch_finalised": "epoch_finalized"}  # keys of states saved by earlier versions
 
 
@@ -37,6 +40,8 @@ class State:
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     grown: Mapping[str, Tensor] = field(default_factory=dict)
     steps: Tensor = field(default_factory=lambda: torch.zeros(0))
+    teleports: Tensor = _TELEPORTS["teleports"]  # of the task; see `Core.teleports`
+    teleport_epochs: Tensor = _TELEPORTS["teleport_epochs"]
 
 
 def pack(state: State) -> dict[str, Tensor]:
@@ -46,7 +51,8 @@ def pack(state: State) -> dict[str, Tensor]:
         for part in _PARTS
         for name, value in sorted(getattr(state, part).items())
     }
-    packed["steps"] = state.steps.detach().clone()
+    for key in ("steps", *(_TELEPORTS if len(state.teleports) else ())):
+        packed[key] = getattr(state, key).detach().clone()
     for counter in (*_COUNTERS, *_ADDED):
         packed[counter] = torch.tensor(int(getattr(state, counter)), dtype=torch.int64)
     return packed
@@ -62,7 +68,7 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
         part, slash, name = key.partition("/")
         if slash and part in parts:
             parts[part][name] = value
-        elif key != "steps" and key not in _COUNTERS and key not in _ADDED:
+        elif key not in ("steps", *_TELEPORTS, *_COUNTERS, *_ADDED):
             unknown.append(key)
     if missing or unknown:
         raise KeyError(f"this is not a state of IVT: missing {missing}, unknown {unknown[:5]}")
@@ -71,6 +77,10 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
         raise ValueError(
             f"the state has step counts of shape {tuple(steps.shape)}, but {len(parts['fisher'])} sums of squares"
         )
+    teleports, teleport_epochs = (packed.get(key, default) for key, default in _TELEPORTS.items())
+    shapes = [list(teleports.shape), list(teleport_epochs.shape)]
+    if shapes != [[shapes[0][0] if shapes[0] else 0, columns] for columns in (3, 2)]:
+        raise ValueError(f"the statistics of the teleports were saved with shapes {shapes}, expected (n, 3) and (n, 2)")
     numbers = {key: int(packed[key]) if key in packed else default for key, default in _ADDED.items()}
     factor = 2.0 ** (EXPONENT - numbers["exponent"])
     for part in ("cumulative", "fisher"):
@@ -88,6 +98,8 @@ def unpack(packed: Mapping[str, Tensor]) -> State:
         buffers=parts["buffers"],
         grown=parts["grown"],
         steps=steps,
+        teleports=teleports,
+        teleport_epochs=teleport_epochs,
     )
 
 

@@ -18,13 +18,10 @@ An F that is not finite is unknown (a gradient overflowed or was not a number): 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypedDict
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
-
-from .fisher import EXPONENT
 
 RIDGE = 1e-6
 """Added to a kernel block's diagonal, as a fraction of its trace: above the rounding of float32 sums."""
@@ -178,37 +175,3 @@ def block_teleport_(parameter: Tensor, anchor: Tensor, fisher_prev: Tensor, fish
             prev.diagonal(dim1=-2, dim2=-1).sum(),
         ]
     )
-
-
-class ReportRow(TypedDict):
-    """One tensor at a teleport."""
-
-    name: str
-    elements: int
-    scale: float  # mean of S
-    distance_before: float  # 2-norm of theta - anchor
-    distance_after: float
-    fisher_new: float  # mean of F_t
-    fisher_prev: float  # mean of Fbar_{t-1}
-    ratio: float | None  # fisher_new / fisher_prev; None if the latter is 0
-
-
-def report_rows(measured: Iterable[tuple[str, int, Tensor]]) -> list[ReportRow]:
-    """Statistics of teleports by Fishers times 2^64, with names and numbers of elements, as rows. Synchronizes."""
-    rows: list[ReportRow] = []
-    for name, elements, statistics in measured:
-        pulled, before, after, new, prev = statistics.tolist()
-        new, prev = (value / max(elements, 1) * 2.0**-EXPONENT for value in (new, prev))
-        rows.append(
-            {
-                "name": name,
-                "elements": elements,
-                "scale": 1 - pulled / max(elements, 1),
-                "distance_before": before,
-                "distance_after": after,
-                "fisher_new": new,
-                "fisher_prev": prev,
-                "ratio": new / prev if prev else None,
-            }
-        )
-    return rows

@@ -236,7 +236,11 @@ class ExemplarMethod(ImageMethod):
     def begin_evaluation(self, task: Task) -> None:
         self.compute_class_means(task)
 
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        return ("nme", "cnn") if self.reported == "nme" else ("cnn", "nme")
+
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         _, features, logits = self.model(images)
         scores = {"cnn": logits, "nme": self.nearest_mean(features)}
-        return {name: scores[name] for name in sorted(scores, key=lambda name: name != self.reported)}
+        return {name: scores[name] for name in self.classifiers}

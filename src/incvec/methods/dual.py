@@ -135,6 +135,10 @@ class DualMethod(ImageMethod):
     def encode(self, images: Tensor) -> Tensor:
         return self.model.dual.embed_images(self.model.dual.image_tower(images))
 
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        return ("text",)
+
     def classify(self, encoded: Tensor) -> dict[str, Tensor]:
         return {"text": 100 * cosines(self.model.adapted(encoded), self.store["classes"])}
 

@@ -103,6 +103,10 @@ class PrototypeMethod(ImageMethod):
     def begin_evaluation(self, task: Task) -> None:
         self.store["means"] = F.normalize(self.store["prototypes"], dim=1)
 
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        return ("cnn", "nme")
+
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """The head's logits, and the distances to the prototypes."""
         _, features, logits = self.model(images)

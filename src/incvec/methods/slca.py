@@ -228,5 +228,9 @@ class SLCA(FLYP):
         if not self.linear:
             super().begin_evaluation(task)
 
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        return ("cnn",) if self.linear else super().classifiers
+
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         return {"cnn": self.model(images).logits} if self.linear else super().forward(images)

@@ -195,8 +195,10 @@ def heat_charts(panel: Panel) -> list[Heat]:
 def last_accuracy_chart(stream: Stream, groups: Sequence[Group]) -> Bars | None:
     """Accuracy after the last task, with the paper's value marked if it has one."""
     bars, drawn = [], []
+    presets = {(group.stream, group.title) for group in groups if not group.first.addon_changes}
     for group in groups:
-        if group.stream != stream or group.first.addon_changes:
+        # Other settings of an add-on are compared with its preset in `settings_charts`.
+        if group.stream != stream or (group.first.addon_changes and (group.stream, group.title) in presets):
             continue
         drawn.append(group)
         paper = paper_rows(stream.dataset, group.record["method"]).get(group.title, {}).get(stream.tasks)

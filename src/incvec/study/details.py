@@ -31,7 +31,7 @@ class Details:
 def panel_details(panel: Panel) -> Details:
     """All of them; DataError if a record has something else in their place."""
     try:
-        drawn = [loss_chart(panel), *(statistics_chart(panel, name) for name in STATISTICS)]
+        drawn = [loss_chart(panel), *(chart(panel, name) for name in STATISTICS for chart in STATISTICS_CHARTS)]
         training = tuple(chart for chart in drawn if chart is not None)
         return Details(training, class_table(panel), tuple(confusion_charts(panel)))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
@@ -81,6 +81,8 @@ def statistics_chart(panel: Panel, name: str) -> Lines | None:
     drawn: list[tuple[Group, Line]] = []
     for group in panel.groups:
         for addon in group.record["addons"]:
+            if any(teleports_of(run.record, addon) for run in group.runs):
+                continue  # drawn by `teleport_chart`
             series = [values for run in group.runs if (values := statistic_by_task(run.record, addon, name))]
             if series and len({tuple(values) for values in series}) == 1:  # the same tasks for all seeds
                 samples = [[values[task] for values in series] for task in series[0]]
@@ -90,7 +92,7 @@ def statistics_chart(panel: Panel, name: str) -> Lines | None:
         return None
     label, meaning = STATISTICS[name]
     return Lines(
-        f"{panel.name}-{name}", f"{panel.title}: {label} at the teleports", "task", label,
+        f"{panel.name}-{name}", f"{panel.title}: {label} at the end of each task", "task", label,
         tuple(line for _, line in drawn), unit="", commands=commands_of(group for group, _ in drawn),
         note=f"{meaning} Over all parameters, at the end of each task, with the F of its last epoch.",
     )  # fmt: skip
@@ -101,6 +103,51 @@ def statistic_by_task(record: Any, addon: str, name: str) -> dict[int, float]:
     rows = [(row.get(addon) or {}).get("all") or {} for row in record.get("statistics") or []]
     return {task: float(row[name]) for task, row in enumerate(rows) if row.get(name) is not None}
 
+
+def teleport_chart(panel: Panel, name: str) -> Lines | None:
+    """One statistic of the add-ons at every teleport; the distance before and after it."""
+    drawn: list[tuple[Group, Line]] = []
+    for group in panel.groups:
+        for addon in group.record["addons"]:
+            curves = [curve for run in group.runs if (curve := teleport_curve(run.record, addon, name))]
+            if len({tuple(curve) for curve in curves}) == 1:  # the same teleports for all seeds
+                means = tuple(map(statistics.mean, zip(*(curve.values() for curve in curves), strict=True)))
+                drawn.append((group, Line(group.title, group.label, tuple(curves[0]), means, None, len(curves))))
+    if not drawn:
+        return None
+    label, meaning = STATISTICS[name]
+    after = " A task begins at 0; each teleport is a step down." if name == "distance" else ""
+    return Lines(
+        f"{panel.name}-teleports-{name}", f"{panel.title}: {label} at the teleports", "task, and share of its epochs",
+        label, tuple(line for _, line in drawn), dense=True, unit="",
+        commands=commands_of(group for group, _ in drawn),
+        note=f"{meaning}{after} Over all teleported parameters, mean over the seeds.",
+    )  # fmt: skip
+
+
+def teleport_curve(record: Any, addon: str, name: str) -> dict[float, float]:
+    """The value by task and share of its epochs: 2.5 is in the middle of task 2."""
+    curve: dict[float, float] = {}
+    for task, rows in teleports_of(record, addon):
+        if name == "distance":
+            curve[round(task + 1 + 2e-4, 4)] = 0.0  # a task begins at its anchor
+        for k, epoch in enumerate(rows["epoch"]):
+            place = round(task + 1 + epoch / rows["of"], 4)
+            if name == "distance":
+                curve[place] = float(rows["distance_before"][k])
+                curve[round(place + 1e-4, 4)] = float(rows["distance_after"][k])
+            else:
+                curve[place] = float(rows[name][k])
+    return curve
+
+
+def teleports_of(record: Any, addon: str) -> list[tuple[int, Any]]:
+    """(task, statistics of its teleports); empty for records of earlier versions."""
+    rows = [(row.get(addon) or {}).get("teleports") for row in record.get("statistics") or []]
+    return [(task, row) for task, row in enumerate(rows) if row and row.get("of")]
+
+
+STATISTICS_CHARTS = (teleport_chart, statistics_chart)
 
 # Classes ----------------------------------------------------------------------------------------------------
 

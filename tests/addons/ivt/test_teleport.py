@@ -191,6 +191,11 @@ def test_recorded_statistics_use_the_last_epoch(few: Dataset, tmp_path: Path, te
         assert 0.5 <= statistics["all"]["scale"] <= 1
         distance = (row["after"][f"{stem}.weight"] - row["anchor"][f"{stem}.weight"]).norm().item()
         assert statistics[stem]["distance"] == pytest.approx(distance, rel=1e-3)
+        rows = statistics["teleports"]
+        assert (rows["of"], rows["epoch"]) == (2, [2])
+        assert rows["scale"] == [pytest.approx(statistics["all"]["scale"], rel=1e-3)]
+        assert rows["distance_after"] == [pytest.approx(statistics["all"]["distance"], rel=1e-3)]
+        assert rows["distance_before"] > rows["distance_after"]
 
 
 def test_snapshot_contains_the_state(few: Dataset, tmp_path: Path) -> None:
