@@ -1,0 +1,82 @@
+"""Sweeps on real Ray clusters of several nodes on this machine: the same runs as a local sweep, whatever happens."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import BASES, RUNS, LocalCluster, bases, same_sweep, start, sweep, trained_bases, until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("cluster", [2, 3], indirect=True, ids=["two nodes", "three nodes"])
+def test_sweep_equals_the_local_one(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """Bit for bit; every base task is trained once in the whole cluster."""
+    printed = sweep(*cluster.options(tmp_path))
+    same_sweep(tmp_path, local)
+    assert trained_bases(tmp_path) == trained_bases(local) == BASES
+    assert printed.count("finished digits") == RUNS
+    assert f"{len(cluster.nodes)} nodes, {len(cluster.nodes)} workers" in printed
+    assert "images/s" in printed
+
+
+def test_killed_node(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """SIGKILL for a node that has trained a base and is in an increment: its run continues on the other one."""
+    driver = start(tmp_path / "log", *cluster.options(tmp_path / "out"))
+    out = tmp_path / "out"
+    until(lambda: list(out.glob("*/checkpoint.safetensors")))
+    node = until(lambda: next((name for name, _, runs in cluster.workers() if runs), None))
+    cluster.kill_node(node.partition("(")[2].rstrip(")"))
+    assert driver.wait(120) == 0, (tmp_path / "log").read_text()
+    same_sweep(out, local)
+    assert "queued again" in (tmp_path / "log").read_text()
+
+
+def test_killed_driver(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """The sweep continues without its driver; the same command follows it again, and so does --attach."""
+    out = tmp_path / "out"
+    driver = start(tmp_path / "log", *cluster.options(out))
+    until(lambda: list(out.glob("*/record.json")))
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    before = len(list(out.glob("*/record.json")))
+    workers = {pid for _, pid, _ in cluster.workers()}
+    until(lambda: len(list(out.glob("*/record.json"))) > before)  # without any driver
+    attached = sweep(*cluster.options(out), "--attach")
+    assert workers  # the same processes to the end
+    assert attached.count("finished digits") == RUNS
+    same_sweep(out, local)
+    assert trained_bases(out) == BASES
+    again = sweep(*cluster.options(out))  # nothing is left to do
+    assert again.count("finished digits") == RUNS
+    assert "no worker" not in again
+
+
+def test_worker_out_of_memory(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """One worker may not allocate any more memory: its runs continue on the other node."""
+    out = tmp_path / "out"
+    driver = start(tmp_path / "log", *cluster.options(out))
+    node, pid, _ = until(lambda: next((w for w in cluster.workers() if w[2]), None))
+    until(lambda: bases(out))
+    used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+    assert driver.wait(120) == 0, (tmp_path / "log").read_text()
+    assert "queued again" in (tmp_path / "log").read_text()
+    same_sweep(out, local)
+
+
+def test_full_disk_on_one_node(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """One worker can write no more files: its runs continue on the other node, and it gets no more of them."""
+    out = tmp_path / "out"
+    driver = start(tmp_path / "log", *cluster.options(out))
+    node, pid, _ = until(lambda: next((w for w in cluster.workers() if w[2]), None))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, 1000))
+    assert driver.wait(120) == 0, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert f"queued again: digits-podnet" in log
+    assert "File too large" in log
+    same_sweep(out, local)
