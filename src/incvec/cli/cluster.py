@@ -11,14 +11,16 @@ from rich.console import Console
 
 from incvec.cli.common import say
 from incvec.cluster.job import ClusterSweep, absolute, check_devices
-from incvec.cluster.slurm import Selection, SlurmJob, script, submit_script
+from incvec.cluster.slurm import SlurmJob, make_script
+from incvec.cluster.slurm import submit as submit_script
 from incvec.config import RunConfig
 from incvec.engine.sweep import Check
+from incvec.file_names import safe_name
 
 if TYPE_CHECKING:
     from incvec.cluster import client
 
-__all__ = ["Options", "Selection", "SlurmJob", "attach", "connect", "stop", "submit", "train"]
+__all__ = ["Options", "SlurmJob", "attach", "connect", "stop", "submit", "train"]
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,27 @@ def copy_records(sweep: client.Sweep, out: Path) -> None:
     say(f"records copied to {out}; snapshots are in {sweep.storage}")
 
 
-def submit(selection: Selection, job: SlurmJob, options: Options, dry_run: bool) -> None:
-    """Write a batch script that runs the sweep on Ray inside a Slurm job, and submit it."""
-    text = script(selection, job, options)
+def submit(arguments: Sequence[str], title: str, job: SlurmJob, options: Options, dry_run: bool) -> None:
+    """Write a batch script that runs the sweep on Ray inside a Slurm job, and submit it.
+
+    `arguments` select the runs; the options of the cluster are added to them.
+    """
+    given = {
+        "--data-root": None if options.data_root is None else options.data_root.expanduser().resolve(),
+        "--out": options.out.resolve(),
+        "--storage": absolute(options.storage),
+        "--per-gpu": options.per_gpu,
+        "--workers": options.workers,
+        "--cores": options.cores if options.cores > 1 else None,
+    }
+    more = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    more += [text for file in options.plugins for text in ("--plugin", str(file.resolve()))]
+    more += ["--download"] * options.download
+    folder = options.out.resolve() / "slurm"
+    text = make_script(title, [*arguments, *more], job, folder / "%j.log")
     if dry_run:
         say(text)
         return
-    say(submit_script(text, options.out, selection.name))
+    folder.mkdir(parents=True, exist_ok=True)
+    say(submit_script(text, folder / f"{safe_name(title)}.sh"))
+    say(f"the progress of the sweep is in the job's log in {folder}")

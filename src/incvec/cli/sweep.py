@@ -155,9 +155,12 @@ def sweep(
         else:
             planned, check = select_runs(name, settings or (), only, seeds, data_root)
             if on is Where.SLURM:
-                selection = cluster.Selection(name, tuple(settings or ()), only, seeds)
-                job = cluster.SlurmJob(name, nodes, partition, gpus_per_node, tuple(sbatch or ()))
-                cluster.submit(selection, job, options, dry_run)
+                source = str(Path(name).resolve()) if Path(name).is_file() and name not in sweeps() else name
+                arguments = [source, *(text for setting in settings or () for text in ("--set", setting))]
+                arguments += [] if only is None else ["--only", only]
+                arguments += [] if seeds is None else ["--seeds", seeds]
+                job = cluster.SlurmJob(nodes, partition, gpus_per_node, tuple(sbatch or ()))
+                cluster.submit(arguments, name, job, options, dry_run)
                 return
             if dry_run:
                 print_plan(planned, check, out, Console())

@@ -194,7 +194,7 @@ class Coordinator:
         resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         gpus = sum(int(each.get("GPU", 0)) for each in resources)
         if self.sweep.needs_gpu and gpus:
-            return gpus, {"num_gpus": 1, "num_cpus": 1}
+            return gpus, {"num_gpus": 1, "num_cpus": 0}
         cores = self.sweep.cores
         return sum(int(each.get("CPU", 0) // cores) for each in resources), {"num_cpus": cores}
 

@@ -185,6 +185,7 @@ def base_group(config: RunConfig) -> str | None:
     """Runs with the same value have the same base task. None: the run starts from a snapshot.
 
     A hash of the settings that may determine the base; `shared_bases.base_key` is the exact one, but needs the data.
+    Runs with and without `base_classes` are never in one group, even if their first tasks have the same classes.
     """
     if config.start:
         return None
