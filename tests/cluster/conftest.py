@@ -18,7 +18,7 @@ from incvec.records import read_record
 from tests.conftest import same_record, weights
 
 TWELVE = [
-    *("digits", "--seeds", "0-3", "--set", "podnet.net=tiny", "--set", "podnet.epochs=4"),
+    *("digits", "--seeds", "0-3", "--set", "podnet.net=tiny", "--set", "podnet.epochs=8"),
     *("--set", "podnet.balance_epochs=2", "--set", "ivt.interval=1"),
 ]
 RUNS = 12
@@ -88,6 +88,7 @@ class LocalCluster:
     """A Ray cluster on this machine: a head without workers, and nodes with one core each."""
 
     def __init__(self, nodes: int) -> None:
+        import ray
         from ray.cluster_utils import Cluster
 
         quick_detection = {
@@ -100,6 +101,7 @@ class LocalCluster:
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes = [self.cluster.add_node(num_cpus=1) for _ in range(nodes)]
         self.address = self.cluster.address
+        ray.init(self.address, namespace="incvec", log_to_driver=False, logging_level="ERROR")
 
     def options(self, out: Path) -> list[str | Path]:
         return [*TWELVE, "--on", "ray", "--address", self.address, "--out", out]
@@ -108,8 +110,6 @@ class LocalCluster:
         """The coordinator of the sweep that is running, as soon as there is one."""
         import ray
 
-        if not ray.is_initialized():
-            ray.init(self.address, namespace="incvec", log_to_driver=False, logging_level="ERROR")
         name = until(lambda: next(iter(ray.util.list_named_actors()), None))
         return ray.get_actor(name)
 

@@ -139,8 +139,8 @@ class Coordinator:
             self._publish(run, Failed(error))
             self._judge(run, None)
             return
-        if kind == "node":
-            self.queue.blame(worker, str(error))
+        if kind != "busy":
+            self.queue.blame(worker, str(error), unless_last=kind == "memory")
         delay = time.monotonic() + BUSY_DELAY if kind == "busy" else 0.0
         avoid = {"memory": worker, "node": place.node}.get(kind, "")
         self._requeue(run, f"on {place.node}: {error}", error, avoid, delay, counts=kind != "busy")

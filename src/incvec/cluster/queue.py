@@ -5,7 +5,6 @@ The coordinator and the simulation of whole clusters (benchmarks/cluster_simulat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -73,11 +72,14 @@ class Queue:
     def working(self) -> list[Place]:
         return [place for place in self.places.values() if not place.retired]
 
-    def blame(self, worker: str, reason: str) -> None:
-        """A run failed because of the worker's node. After `MAX_FAILURES` in a row the worker gets no more runs."""
+    def blame(self, worker: str, reason: str, unless_last: bool = False) -> None:
+        """A run failed because of the worker's node. After `MAX_FAILURES` in a row the worker gets no more runs.
+
+        `unless_last`: other runs may still succeed there, so the last worker goes on.
+        """
         place = self.places[worker]
         place.failures += 1
-        if place.failures >= MAX_FAILURES:
+        if place.failures >= MAX_FAILURES and not (unless_last and self.working() == [place]):
             place.retired = reason
 
     # Runs -----------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ class Queue:
         in_training = {job.group for job in running} - self.ready - {None}  # base tasks
         available = [job for job in self.jobs if job.group not in in_training and self._available(job, now)]
         workers = max(len(self.working()), self.expected, 1)
-        if len(place.jobs) >= math.ceil((len(running) + len(available)) / workers):
+        if len(place.jobs) >= max(1, (len(running) + len(available)) // workers):
             return None  # the rest is for others
         suitable = [
             job
