@@ -3,8 +3,8 @@
     python benchmarks/cluster_simulation.py --json results/benchmarks/cluster-simulation.json \
         --figure results/benchmarks/cluster-simulation.png
 
-The table is the paper's first, on CIFAR-100: 14 rows with 5, 10 and 25 increments and three seeds. The work of a run are
-the seconds in our records (results/cifar100): of its base task, from a run that trained one, and of its increments, the
+The table is the paper's first, on CIFAR-100: 14 rows with 5, 10 and 25 increments and three seeds. The work of a run
+are the seconds in our records (results/cifar100): of its base task, from a run that trained one, and of its increments, the
 fewest of all records with the presets' settings of the method. They were measured on an H200 that other runs shared, so
 that they are upper bounds. Runs on one GPU share it: eight together have the throughput of
 results/benchmarks/throughput.json, and numbers between are interpolated.
@@ -102,9 +102,7 @@ def simulate(runs: Sequence[Work], gpus: int, per_gpu: int, of_eight: float) -> 
                 base_left[run] = 0.0 if groups[run] in queue.ready else runs[run].base
                 left[run] = base_left[run] + runs[run].rest
         places = [place for place in queue.places.values() if place.jobs]
-        rates = {
-            run: speedup(len(place.jobs), of_eight) / len(place.jobs) for place in places for run in place.jobs
-        }
+        rates = {run: speedup(len(place.jobs), of_eight) / len(place.jobs) for place in places for run in place.jobs}
         step = min((base_left[run] or left[run]) / rate for run, rate in rates.items())  # to the next base or end
         now += step
         busy += step * len(places)

@@ -61,8 +61,8 @@ def write_bytes(path: Path, content: bytes, error: type[IncvecError] = Checkpoin
             os.unlink(temporary)
         reason = cause.strerror or cause
         raise error(f"could not write {path} ({len(content) / 1e6:.1f} MB): {reason}. {remedy}") from cause
-    for folder, mirror in _mirrors.items():
-        if path.is_relative_to(folder):
+    for root, mirror in _mirrors.items():
+        if path.is_relative_to(root):
             mirror.store(path)
 
 

@@ -43,9 +43,7 @@ def sweep(*arguments: str | Path, **more: str) -> str:
 def start(log: Path, *arguments: str | Path) -> subprocess.Popen[bytes]:
     """Start `incvec sweep` in the background."""
     with log.open("wb") as file:
-        return subprocess.Popen(
-            command("sweep", *arguments), env=environment(), stdout=file, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen(command("sweep", *arguments), env=environment(), stdout=file, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture(scope="session")

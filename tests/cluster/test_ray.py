@@ -60,7 +60,7 @@ def test_worker_out_of_memory(cluster: LocalCluster, local: Path, tmp_path: Path
     """One worker may not allocate any more memory: its runs continue on the other node."""
     out = tmp_path / "out"
     driver = start(tmp_path / "log", *cluster.options(out))
-    node, pid, _ = until(lambda: next((w for w in cluster.workers() if w[2]), None))
+    _, pid, _ = until(lambda: next((w for w in cluster.workers() if w[2]), None))
     until(lambda: bases(out))
     used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
     resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
@@ -73,10 +73,10 @@ def test_full_disk_on_one_node(cluster: LocalCluster, local: Path, tmp_path: Pat
     """One worker can write no more files: its runs continue on the other node, and it gets no more of them."""
     out = tmp_path / "out"
     driver = start(tmp_path / "log", *cluster.options(out))
-    node, pid, _ = until(lambda: next((w for w in cluster.workers() if w[2]), None))
+    _, pid, _ = until(lambda: next((w for w in cluster.workers() if w[2]), None))
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (1000, 1000))
     assert driver.wait(120) == 0, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
-    assert f"queued again: digits-podnet" in log
+    assert "queued again: digits-podnet" in log
     assert "File too large" in log
     same_sweep(out, local)

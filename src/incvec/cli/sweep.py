@@ -55,7 +55,9 @@ stands for six runs: the section of an add-on applies to the runs that have it."
 HANDLING = ("placement", "snapshots")
 
 ADDRESS_HELP = "Ray cluster, such as 10.0.0.1:6379; auto: the one that `ray start` started on this machine."
-STORAGE_HELP = "Where the nodes keep the runs: a folder that all of them see, or an fsspec address such as s3://bucket/runs."
+STORAGE_HELP = (
+    "Where the nodes keep the runs: a folder that all of them see, or an fsspec address such as s3://bucket/runs."
+)
 SBATCH_HELP = "Further option of sbatch, such as --time=24:00:00. Repeat for several."
 
 Plan = list[tuple[str, RunConfig]]  # the name of each run's folder, and its configuration
@@ -110,14 +112,14 @@ def sweep(
     plugin: PluginFiles = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs without training them.")] = False,
     on: Annotated[Where, on_cluster("this machine, or a cluster: Ray, or Ray inside a Slurm job.")] = Where.LOCAL,
-    address: Annotated[str | None, on_cluster(ADDRESS_HELP, default="RAY_ADDRESS, or a cluster on this machine")] = None,
+    address: Annotated[
+        str | None, on_cluster(ADDRESS_HELP, default="RAY_ADDRESS, or a cluster on this machine")
+    ] = None,
     storage: Annotated[str | None, on_cluster(STORAGE_HELP, default="--out")] = None,
     per_gpu: Annotated[
         int | None, on_cluster("Concurrent runs of each worker.", min=1, default="by the device's memory")
     ] = None,
-    workers: Annotated[
-        int | None, on_cluster("Number of workers.", min=1, default="one for each GPU, or core")
-    ] = None,
+    workers: Annotated[int | None, on_cluster("Number of workers.", min=1, default="one for each GPU, or core")] = None,
     cores: Annotated[int, on_cluster("CPU cores of each worker, without GPUs.", min=1, default="1")] = 1,
     download: Annotated[bool, on_cluster("Download the data set on nodes that lack it.", "--download")] = False,
     attach: Annotated[bool, on_cluster("Show the progress of a sweep that is running on Ray.", "--attach")] = False,

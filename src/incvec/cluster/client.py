@@ -104,8 +104,8 @@ def start(sweep: ClusterSweep) -> Sweep:
         if not done:
             if identity != sweep.identity:
                 raise ConfigError(
-                    f"the sweep {title!r} is running in {storage} with other runs or settings. Follow it with --attach, "
-                    "end it with --stop, or choose another --out."
+                    f"the sweep {title!r} is running in {storage} with other runs or settings. Follow it with "
+                    "--attach, end it with --stop, or choose another --out."
                 )
             return Sweep(running, title, storage, names)
         ray.kill(running, no_restart=True)  # it has ended, and this is another attempt

@@ -68,7 +68,7 @@ class SlurmJob:
 def make_script(title: str, arguments: Sequence[str], job: SlurmJob, log: Path) -> str:
     """The batch script. `arguments` are those of `incvec sweep`, without --on and --address."""
     for option in job.options:
-        if not option.startswith("-") or not option.isprintable():
+        if not option.startswith("-"):
             raise ConfigError(f"--sbatch {option!r} is not an option of sbatch; expected one such as --time=24:00:00.")
     settings = [
         f"--job-name=incvec-{safe_name(title)}",
@@ -79,6 +79,9 @@ def make_script(title: str, arguments: Sequence[str], job: SlurmJob, log: Path) 
         *([] if job.gpus_per_node is None else [f"--gpus-per-node={job.gpus_per_node}"]),
         *job.options,
     ]
+    for setting in settings:
+        if not setting.isprintable():  # another line of the script
+            raise ConfigError(f"{setting!r} is not an option of sbatch: it has characters that are not printable.")
     python = sys.executable
     body = BODY.format(
         nodes=job.nodes,

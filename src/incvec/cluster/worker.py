@@ -138,7 +138,9 @@ class Worker:
                 kind = classify(error, is_out_of_memory(error))
                 lost_device = isinstance(error.__cause__, torch.AcceleratorError)
                 self.report()
-                ray.get(self.coordinator.failed.remote(self.name, run, "node" if lost_device else kind, portable(error)))
+                ray.get(
+                    self.coordinator.failed.remote(self.name, run, "node" if lost_device else kind, portable(error))
+                )
                 self.active -= 1
                 if lost_device:
                     ray.actor.exit_actor()  # a process whose device has failed cannot use it again
