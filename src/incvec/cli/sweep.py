@@ -138,7 +138,7 @@ def sweep(
         raise ConfigError("a sweep trains its runs in one process; use torchrun with a single `incvec run`.")
     check_out(out, "a sweep")
     load_plugins(plugin)
-    if on is Where.LOCAL and not attach and not stop:
+    if (on is Where.LOCAL and not attach and not stop) or (dry_run and on is not Where.SLURM):
         failed = run_sweep(name, out, data_root, settings or (), at_once, only, dry_run, seeds=seeds)
     else:
         from incvec.cli import cluster
@@ -163,9 +163,6 @@ def sweep(
                 arguments += [] if seeds is None else ["--seeds", seeds]
                 job = cluster.SlurmJob(nodes, partition, gpus_per_node, tuple(sbatch or ()))
                 cluster.submit(arguments, name, job, options, dry_run)
-                return
-            if dry_run:
-                print_plan(planned, check, out, Console())
                 return
             failed = cluster.train(name, planned, check, options)
     if failed:
