@@ -133,6 +133,6 @@ def test_failures_of_runs_are_reported_and_others_go_on(cluster: LocalCluster, t
         env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 1
-    assert "not finite" in done.stdout
+    assert "A smaller learning rate" in done.stdout
     assert "queued again" not in done.stdout
     assert len(list((tmp_path / "out").glob("*/record.json"))) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,9 +29,10 @@ def connect(address: str | None) -> bool:
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for this cluster alone, in no file
         ray.init(address="local", include_dashboard=False, **options)
         return True
     try:

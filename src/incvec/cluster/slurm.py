@@ -24,6 +24,8 @@ BODY = """\
 set -euo pipefail
 export RAY_USAGE_STATS_ENABLED=0
 unset RAY_ADDRESS
+# A secret of this job: other users of the nodes cannot connect to its cluster.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 head=$(hostname --ip-address | awk '{{print $1}}')
 port=$((20000 + SLURM_JOB_ID % 20000))
 export INCVEC_HEAD="$head" INCVEC_PORT="$port" INCVEC_PYTHON={python}
