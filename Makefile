@@ -1,7 +1,7 @@
 # make demo       PODNet without and with IVT on embedded data, three seeds; about a minute on a CPU, once installed
 # make test       style, types and the quick tests; what a change has to pass first
 # make test-all   the slow tests: kills, all pairs of method and add-on, several processes, the browser, the plug-in in
-#                 other libraries, which it installs (140 MB)
+#                 other libraries and sweeps on Ray, which it installs (300 MB)
 # make test-oldest-torch   the plug-in's tests with the oldest torch that it supports (needs Python 3.11)
 # make docs       the documentation site in site/; a broken link is an error
 # make dist       wheel and sdist in dist/, installed into fresh environments and tried (DIST=--full downloads torch)
@@ -34,7 +34,7 @@ $(VENV)/dev: $(VENV)/lab
 	touch $@
 
 $(VENV)/hosts: $(VENV)/dev
-	$(BIN)/python -m pip install --quiet --editable '.[lab,dev,hosts]'
+	$(BIN)/python -m pip install --quiet --editable '.[lab,dev,hosts,cluster]'
 	$(BIN)/python -m pip install --quiet --no-deps avalanche-lib==0.6.0
 	touch $@
 
@@ -81,6 +81,7 @@ bench: $(VENV)/lab
 	$(BIN)/python benchmarks/packing.py --images 500
 	$(BIN)/python benchmarks/startup.py --small
 	$(BIN)/python benchmarks/campaign.py --small
+	$(BIN)/python benchmarks/cluster_simulation.py
 
 figures: $(VENV)/lab
 	test ! -d results/figures || $(BIN)/incvec study draw results/figures

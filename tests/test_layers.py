@@ -37,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("addons",),
     ("presets",),
     ("engine",),
+    ("cluster",),
     ("classifier",),
     ("study",),
     ("cli", "__main__", "lab"),

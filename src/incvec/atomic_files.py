@@ -16,9 +16,9 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -61,6 +61,39 @@ def write_bytes(path: Path, content: bytes, error: type[IncvecError] = Checkpoin
             os.unlink(temporary)
         reason = cause.strerror or cause
         raise error(f"could not write {path} ({len(content) / 1e6:.1f} MB): {reason}. {remedy}") from cause
+    for root, mirror in _mirrors.items():
+        if path.is_relative_to(root):
+            mirror.store(path)
+
+
+class Mirror(Protocol):
+    """A storage elsewhere that has the files of a folder of this machine."""
+
+    def store(self, path: Path) -> None:
+        """Copy a file, which was just written, to the storage."""
+
+    def fetch(self, path: Path) -> None:
+        """Copy the file from the storage if it has one."""
+
+
+_mirrors: dict[Path, Mirror] = {}
+
+
+@contextlib.contextmanager
+def mirrored(folder: Path, mirror: Mirror) -> Iterator[None]:
+    """Write the files of the folder through to the mirror, each after it was written atomically."""
+    _mirrors[folder] = mirror
+    try:
+        yield
+    finally:
+        del _mirrors[folder]
+
+
+def fetch(path: Path) -> None:
+    """Copy the file from the mirror of its folder, if the folder has one and the file is not here."""
+    for folder, mirror in _mirrors.items():
+        if path.is_relative_to(folder) and not path.exists():
+            mirror.fetch(path)
 
 
 def remove_temporaries(folder: Path, *names: str) -> None:

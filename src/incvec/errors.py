@@ -32,6 +32,10 @@ class Busy(CheckpointError):
     """The folder of a run that another process is working on."""
 
 
+class StorageError(CheckpointError):
+    """Storage of a cluster that cannot be read or written."""
+
+
 class TrainingError(IncvecError):
     """Training that cannot continue, for example because the loss is not finite."""
 

@@ -7,7 +7,7 @@ person reads, so displaying a run does not slow it down.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from incvec.cli.common import say
 from incvec.engine import events as ev
-from incvec.engine.scheduler import Failed
+from incvec.engine.scheduler import Failed, Requeued
 from incvec.errors import Busy, IncvecError
 from incvec.study.tables import duration
 
@@ -183,6 +183,8 @@ class RunStatus:
                 self.accuracy = f"{event.accuracy:.2f}"
             case ev.Notice():
                 self.stage = event.text[:60]
+            case Requeued():
+                self.state, self.stage, self.seconds_left = "queued again", event.reason[:60], None
             case Failed(error=Busy()):
                 self.state = "in another process"  # several processes may share a sweep
             case Failed():
@@ -238,11 +240,16 @@ class TotalEstimate:
 
 
 def follow_sweep(
-    names: Sequence[str], events: Iterable[tuple[int, ev.Event]], title: str, console: Console
+    names: Sequence[str],
+    events: Iterable[tuple[int, ev.Event]],
+    title: str,
+    console: Console,
+    nodes: Callable[[], str] = str,
 ) -> list[RunStatus]:
     """Drive all runs to their ends: with a live table on a terminal, with a line now and then elsewhere.
 
-    Both have an estimate for every run in training and one for all together.
+    Both have an estimate for every run in training and one for all together. `nodes` describes the machines, if there
+    are several.
     """
     runs = [RunStatus(name) for name in names]
     estimate = TotalEstimate(runs)
@@ -259,6 +266,8 @@ def follow_sweep(
             estimate.update(run, event)
             if isinstance(event, ev.Notice) and event.warning:
                 say(f"{run.name}: {event.text}", console=console)
+            if isinstance(event, Requeued):
+                say(f"queued again: {run.name}: {event.reason}", console=console)
             if isinstance(event, ev.Finished | Failed) and live is None:
                 say(f"{run.state} {run.name}: {run.error or run.accuracy}", console=console)
             now = time.monotonic()
@@ -266,11 +275,11 @@ def follow_sweep(
                 continue
             last = now
             if live:
-                live.update(status_table(runs, ", ".join(filter(None, (title, estimate.text())))))
+                live.update(status_table(runs, ", ".join(filter(None, (title, estimate.text(), nodes())))))
             else:
                 finished = sum(r.state == "finished" for r in runs)
                 active = [r.summary() for r in runs if r.state == "training"]
-                parts = [f"{finished}/{len(runs)} finished", estimate.text(), *active]
+                parts = [f"{finished}/{len(runs)} finished", estimate.text(), nodes(), *active]
                 say("; ".join(filter(None, parts)), console=console)
     finally:
         if live:

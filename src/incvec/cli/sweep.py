@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,7 @@ from rich.text import Text
 from incvec.addons import ADDONS
 from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, say
 from incvec.config import RunConfig, assign
-from incvec.engine.sweep import Check, default_at_once, expand_blocks, read_check, read_runs
+from incvec.engine.sweep import Check, data_key, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
 from incvec.methods import METHODS
 from incvec.presets import changed_settings, check_names, resolve, run_name, sweeps
@@ -41,6 +41,10 @@ incvec sweep cifar100-podnet --data-root ~/data --at-once 4
 
 incvec sweep my_sweep.yaml --set method.epochs=20 --set seed=1 --dry-run
 
+incvec sweep cifar100-hosts --on ray --address 10.0.0.1:6379 --storage /shared/runs
+
+incvec sweep cifar100-hosts --on slurm --partition gpu --nodes 4 --gpus-per-node 8 --dry-run
+
 [bold]Sweep files[/bold]
 
 A sweep is YAML with a list [italic]runs[/italic]. Every list of values in an entry is varied: \
@@ -50,7 +54,29 @@ stands for six runs: the section of an add-on applies to the runs that have it."
 # Settings that do not change the experiment, but the name of the run's folder.
 HANDLING = ("placement", "snapshots")
 
+ADDRESS_HELP = "Ray cluster, such as 10.0.0.1:6379; auto: the one that `ray start` started on this machine."
+STORAGE_HELP = (
+    "Where the nodes keep the runs: a folder that all of them see, or an fsspec address such as s3://bucket/runs."
+)
+SBATCH_HELP = "Further option of sbatch, such as --time=24:00:00. Repeat for several."
+
 Plan = list[tuple[str, RunConfig]]  # the name of each run's folder, and its configuration
+
+
+class Where(StrEnum):
+    """Where a sweep is trained."""
+
+    LOCAL = "local"
+    RAY = "ray"
+    SLURM = "slurm"
+
+
+def on_cluster(text: str, *names: str, default: str | bool = False, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Cluster", show_default=default, **more)
+
+
+def on_slurm(text: str, *names: str, default: str | bool = False, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel="Slurm", show_default=default, **more)
 
 
 def register(app: typer.Typer) -> None:
@@ -85,6 +111,23 @@ def sweep(
     ] = None,
     plugin: PluginFiles = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs without training them.")] = False,
+    on: Annotated[Where, on_cluster("this machine, or a cluster: Ray, or Ray inside a Slurm job.")] = Where.LOCAL,
+    address: Annotated[
+        str | None, on_cluster(ADDRESS_HELP, default="RAY_ADDRESS, or a cluster on this machine")
+    ] = None,
+    storage: Annotated[str | None, on_cluster(STORAGE_HELP, default="--out")] = None,
+    per_gpu: Annotated[
+        int | None, on_cluster("Concurrent runs of each worker.", min=1, default="by the device's memory")
+    ] = None,
+    workers: Annotated[int | None, on_cluster("Number of workers.", min=1, default="one for each GPU, or core")] = None,
+    cores: Annotated[int, on_cluster("CPU cores of each worker, without GPUs.", min=1, default="1")] = 1,
+    download: Annotated[bool, on_cluster("Download the data set on nodes that lack it.", "--download")] = False,
+    attach: Annotated[bool, on_cluster("Show the progress of a sweep that is running on Ray.", "--attach")] = False,
+    stop: Annotated[bool, on_cluster("End a sweep that is running on Ray.", "--stop")] = False,
+    partition: Annotated[str | None, on_slurm("Partition.")] = None,
+    nodes: Annotated[int, on_slurm("Number of nodes.", min=1, default="1")] = 1,
+    gpus_per_node: Annotated[int | None, on_slurm("GPUs of each node.", min=0)] = None,
+    sbatch: Annotated[list[str] | None, on_slurm(SBATCH_HELP, metavar="OPTION")] = None,
 ) -> None:
     """Train many runs, several at once on a GPU. Base tasks that runs have in common are trained once.
 
@@ -95,7 +138,34 @@ def sweep(
         raise ConfigError("a sweep trains its runs in one process; use torchrun with a single `incvec run`.")
     check_out(out, "a sweep")
     load_plugins(plugin)
-    if run_sweep(name, out, data_root, settings or (), at_once, only, dry_run, seeds=seeds):
+    if (on is Where.LOCAL and not attach and not stop) or (dry_run and on is not Where.SLURM):
+        failed = run_sweep(name, out, data_root, settings or (), at_once, only, dry_run, seeds=seeds)
+    else:
+        from incvec.cli import cluster
+
+        if at_once is not None:
+            raise ConfigError("--at-once is for a sweep on this machine; on a cluster give --per-gpu.")
+        options = cluster.Options(
+            out, storage or str(out), address, per_gpu, workers, cores, data_root, download, tuple(plugin or ())
+        )
+        if attach or stop:
+            cluster.connect(options)
+            if stop:
+                cluster.stop(name, options)
+                return
+            failed = cluster.attach(name, options)
+        else:
+            planned, check = select_runs(name, settings or (), only, seeds, data_root)
+            if on is Where.SLURM:
+                source = str(Path(name).resolve()) if Path(name).is_file() and name not in sweeps() else name
+                arguments = [source, *(text for setting in settings or () for text in ("--set", setting))]
+                arguments += [] if only is None else ["--only", only]
+                arguments += [] if seeds is None else ["--seeds", seeds]
+                job = cluster.SlurmJob(nodes, partition, gpus_per_node, tuple(sbatch or ()))
+                cluster.submit(arguments, name, job, options, dry_run)
+                return
+            failed = cluster.train(name, planned, check, options)
+    if failed:
         raise typer.Exit(1)
 
 
@@ -117,7 +187,11 @@ def run_sweep(
         print_plan(planned, check, out, console)
         return 0
     title = sweep if isinstance(sweep, str) else "sweep"
-    runs = train_planned(planned, check, out, data_root, at_once, title, console)
+    return report_failed(train_planned(planned, check, out, data_root, at_once, title, console), console)
+
+
+def report_failed(runs: Sequence[RunStatus], console: Console) -> int:
+    """Print why runs have failed; returns their number."""
     failed = [run for run in runs if run.state == "failed"]
     for run in failed:
         console.print(Text.assemble(("failed", "red"), f" {run.name}: {run.error}"), soft_wrap=True)
@@ -254,23 +328,12 @@ def print_plan(planned: Plan, check: Check | None, out: Path, console: Console) 
         say(text.rstrip(), console=console)
 
 
-def data_key(config: RunConfig) -> str:
-    """Runs with the same key read the same data."""
-    return f"{config.dataset} {config.data_options()}"
-
-
 def load_data(planned: Plan, data_root: Path | None, device: torch.device) -> dict[str, Dataset]:
     """Load each data set once, with one copy of its images on the device for all runs."""
-    from incvec.data import load_dataset
-    from incvec.engine.device_errors import translate_device_errors
+    from incvec.engine.launch import load_on_device
 
     data: dict[str, Dataset] = {}
     for _, config in planned:
         if data_key(config) not in data:
-            loaded = load_dataset(config.dataset, data_root, **config.data_options())
-            activity = f"while the images of {config.dataset} were copied to it"
-            with translate_device_errors(device, activity, "Another device may help."):
-                data[data_key(config)] = replace(
-                    loaded, train_images=loaded.train_images.to(device), test_images=loaded.test_images.to(device)
-                )
+            data[data_key(config)] = load_on_device(config, data_root, device)
     return data

@@ -10,7 +10,13 @@ import torch
 
 from incvec.errors import DeviceMemoryError, TrainingError
 
-OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory")  # messages of CUDA, cuDNN and the CPU
+OUT_OF_MEMORY = (  # messages of CUDA, cuDNN, torch's CPU allocator and oneDNN
+    "out of memory",
+    "STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "could not create a primitive",
+    "bad_alloc",
+)
 NO_GPU = ("no NVIDIA driver", "No CUDA GPUs", "not compiled with CUDA")  # no GPU is expected on such a machine
 MAX_IDLE_SHARE = 0.2  # of the device's memory; releasing synchronizes all runs on the device, so not for less
 ADVICE = (

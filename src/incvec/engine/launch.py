@@ -6,8 +6,11 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from incvec.config import RunConfig
 from incvec.data.dataset import Dataset
@@ -16,6 +19,7 @@ from incvec.data.store.open import is_store
 from incvec.engine import events as ev
 from incvec.engine.build import pick_device
 from incvec.engine.checkpoint import check_finished
+from incvec.engine.device_errors import translate_device_errors
 from incvec.engine.distributed import init_distributed
 from incvec.engine.run import Run
 from incvec.engine.threads import single_thread_for_small_images
@@ -49,6 +53,15 @@ def launch(
         record = (consume or drain)(Run(config, data, out, bases, distributed).events())
     distributed.close()
     return record, data
+
+
+def load_on_device(config: RunConfig, data_root: Path | None, device: torch.device, download: bool = False) -> Dataset:
+    """The run's data set, with its images on the device, for all runs that use it."""
+    loaded = load_dataset(config.dataset, data_root, download, **config.data_options())
+    activity = f"while the images of {config.dataset} were copied to it"
+    with translate_device_errors(device, activity, "Another device may help."):
+        train, test = loaded.train_images.to(device), loaded.test_images.to(device)
+    return replace(loaded, train_images=train, test_images=test)
 
 
 def drain(events: Iterator[ev.Event]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from incvec.engine import events as ev
@@ -19,17 +19,27 @@ class Failed(ev.Event):
     error: Exception
 
 
+@dataclass(frozen=True)
+class Requeued(ev.Event):
+    """A run was interrupted and will continue from its last checkpoint, in another process."""
+
+    reason: str
+
+
 def run_concurrently(
-    make_runs: Sequence[Callable[[], Run]], at_once: int
+    make_runs: Iterable[Callable[[], Run] | None], at_once: int
 ) -> Generator[tuple[int, ev.Event], None, None]:
     """Alternate between the runs, at most `at_once` at a time; yields each event with the number of its run.
 
+    `make_runs` is read when a place is free. It may yield None: no run at present, perhaps later.
     A run that waits for a base which another one trains does not count; when a place becomes free, waiting runs check
     for their base before further runs are started. A run that finds the device's memory full
     stops, and resumes from its checkpoint when others have ended. A run that another process is working on is tried
     once more when all others have ended: that process may have been stopped.
     """
-    queue = list(range(len(make_runs)))
+    source, exhausted = iter(make_runs), False
+    makers: list[Callable[[], Run]] = []
+    queue: list[int] = []  # runs to be started again
     busy: list[int] = []  # runs of other processes
     last_attempt = False  # whether `busy` runs are being tried once more
     active: dict[int, Generator[ev.Event, None, None]] = {}
@@ -39,17 +49,33 @@ def run_concurrently(
     def working() -> int:
         return len(active) - len(blocked)
 
+    def next_run() -> int | None:
+        nonlocal exhausted
+        if not exhausted:
+            try:
+                make = next(source)
+            except StopIteration:
+                exhausted = True
+            else:
+                if make is not None:
+                    makers.append(make)
+                    return len(makers) - 1
+        return queue.pop(0) if queue else None
+
     try:
-        while queue or active or busy:
-            if not queue and not active:
-                queue, busy, last_attempt = busy, [], True
+        while not exhausted or queue or active or busy:
             unchecked &= blocked
-            while queue and working() < at_once and not unchecked:
-                number = queue.pop(0)
+            while working() < at_once and not unchecked:
+                following = next_run()
+                if following is None:
+                    if not busy or active:
+                        break
+                    queue, busy, last_attempt = busy, [], True
+                    continue
                 try:
-                    active[number] = make_runs[number]().events(others_running=lambda: working() > 1)
+                    active[following] = makers[following]().events(others_running=lambda: working() > 1)
                 except Exception as error:
-                    yield number, Failed(error)
+                    yield following, Failed(error)
             idle = True
             for number, events in list(active.items()):
                 if number in blocked and working() >= at_once:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from incvec.atomic_files import FileLock
+from incvec.atomic_files import FileLock, fetch
 from incvec.config import RunConfig, digest
 from incvec.data import Dataset
 from incvec.engine.build import RunParts
@@ -52,4 +52,5 @@ class BaseFile(FileLock):
         self.file = folder / f"{key}.safetensors"
 
     def exists(self) -> bool:
+        fetch(self.file)
         return self.file.exists()

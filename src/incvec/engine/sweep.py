@@ -176,6 +176,28 @@ def _is_list_type(annotation: Any) -> bool:
     return get_origin(annotation) in (list, tuple) or any(map(_is_list_type, get_args(annotation)))
 
 
+def data_key(config: RunConfig) -> str:
+    """Runs with the same key read the same data."""
+    return f"{config.dataset} {config.data_options()}"
+
+
+def base_group(config: RunConfig) -> str | None:
+    """Runs with the same value have the same base task. None: the run starts from a snapshot.
+
+    A hash of the settings that may determine the base; `shared_bases.base_key` is the exact one, but needs the data.
+    Runs with and without `base_classes` are never in one group, even if their first tasks have the same classes.
+    """
+    if config.start:
+        return None
+    irrelevant = ("addons", "oracle", "variant", "stop_after", "snapshots", "sync_batchnorm", "placement")
+    fields = config.model_dump(mode="json", exclude={*irrelevant, "sections"})
+    if config.task_sizes is not None:
+        fields |= {"task_sizes": None, "base_classes": config.task_sizes[0], "tasks": None}
+    elif config.base_classes:
+        fields["tasks"] = None
+    return digest([fields, config.sections.get(config.method, {})])
+
+
 def default_at_once(device: torch.device, configs: Sequence[RunConfig]) -> int:
     """How many runs to train at once: up to eight on a GPU, depending on its free memory; one on a CPU."""
     if device.type != "cuda":

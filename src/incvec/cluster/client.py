@@ -1,0 +1,176 @@
+"""The driver's side of a sweep on Ray: connect, start or find the coordinator, follow its events."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from incvec.cluster.job import ClusterSweep, sweep_name
+from incvec.engine import events as ev
+from incvec.errors import ConfigError, TrainingError
+
+NAMESPACE = "incvec"
+POLL_INTERVAL = 0.5  # seconds
+PATIENCE = 120.0  # seconds for a coordinator to be started again on another node
+
+
+def connect(address: str | None) -> bool:
+    """Connect to the cluster at the address, or that of RAY_ADDRESS. Returns True if it started one on this machine."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise ConfigError("--on ray needs Ray: install it with pip install 'incvec[cluster]'.") from None
+    address = address or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
+    if ray.is_initialized():
+        return False
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if not os.environ.get("RAY_AUTH_TOKEN_PATH"):
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for this cluster alone, in no file
+        ray.init(address="local", include_dashboard=False, **options)
+        return True
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"there is no Ray cluster at {address!r} ({error}). Start one with `ray start --head`, or leave out "
+            "--address and RAY_ADDRESS to use this machine alone."
+        ) from None
+    return False
+
+
+@dataclass
+class Sweep:
+    """A sweep that a coordinator is working on."""
+
+    coordinator: Any
+    title: str
+    storage: str
+    names: list[str]
+    nodes: str = ""  # workers and images per second of each node, and what has failed
+
+    def events(self) -> Iterator[tuple[int, ev.Event]]:
+        """The events of all runs, until the sweep has ended. The coordinator may be restarted meanwhile."""
+        import ray
+
+        version, incarnation, patience = 0, "", 0.0
+        while True:
+            try:
+                progress = ray.get(self.coordinator.progress.remote(version), timeout=PATIENCE)
+            except ray.exceptions.ActorDiedError:
+                raise TrainingError(LOST) from None
+            except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+                patience = patience or time.monotonic()
+                if time.monotonic() - patience > PATIENCE:
+                    raise TrainingError(LOST) from None
+                time.sleep(POLL_INTERVAL)
+                continue
+            patience = 0.0
+            if incarnation not in ("", progress.incarnation):
+                version, incarnation = 0, progress.incarnation
+                continue
+            version, incarnation = progress.version, progress.incarnation
+            self.nodes = describe_nodes(progress.nodes, progress.retired)
+            yield from progress.events
+            yield 0, ev.Tick(waiting=True)
+            if progress.done:
+                return
+            time.sleep(POLL_INTERVAL)
+
+    def close(self) -> None:
+        """End the coordinator of a sweep that has ended."""
+        import ray
+
+        ray.kill(self.coordinator, no_restart=True)
+
+
+LOST = "the coordinator of the sweep is lost. Give the same command again: finished runs and checkpoints are kept."
+
+
+def start(sweep: ClusterSweep) -> Sweep:
+    """Start a sweep, or follow it if it is running already."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from incvec.cluster.coordinator import Coordinator
+
+    running = find(sweep.name)
+    if running is not None:
+        title, identity, storage, names, done = ray.get(running.describe.remote())
+        if not done:
+            if identity != sweep.identity:
+                raise ConfigError(
+                    f"the sweep {title!r} is running in {storage} with other runs or settings. Follow it with "
+                    "--attach, end it with --stop, or choose another --out."
+                )
+            return Sweep(running, title, storage, names)
+        ray.kill(running, no_restart=True)  # it has ended, and this is another attempt
+        wait_until_gone(sweep.name)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    coordinator = (
+        ray.remote(Coordinator)
+        .options(
+            name=sweep.name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            scheduling_strategy=here,
+        )
+        .remote(sweep)
+    )
+    return Sweep(coordinator, sweep.title, sweep.storage, [name for name, _ in sweep.runs])
+
+
+def attach(title: str, storage: str) -> Sweep:
+    """Follow a sweep that is running, or has ended since it was last followed."""
+    import ray
+
+    running = find(sweep_name(title, storage))
+    if running is None:
+        raise ConfigError(
+            f"no sweep {title!r} with the storage {storage} is running on this cluster. Give the options --out or "
+            "--storage it was started with; the same command without --attach starts or resumes it."
+        )
+    title, _, storage, names, _ = ray.get(running.describe.remote())
+    return Sweep(running, title, storage, names)
+
+
+def stop(title: str, storage: str) -> None:
+    """End a running sweep. Its checkpoints remain."""
+    import ray
+
+    running = attach(title, storage).coordinator
+    ray.kill(running, no_restart=True)  # the workers belong to it
+    wait_until_gone(sweep_name(title, storage))
+
+
+def find(name: str) -> Any:
+    import ray
+
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def wait_until_gone(name: str) -> None:
+    limit = time.monotonic() + PATIENCE
+    while find(name) is not None and time.monotonic() < limit:
+        time.sleep(0.1)
+
+
+def describe_nodes(nodes: dict[str, tuple[int, float]], retired: list[str]) -> str:
+    """`2 nodes, 3 workers: 10.0.0.1 1,200 images/s, ...`."""
+    workers = sum(count for count, _ in nodes.values())
+    if not nodes:
+        return "waiting for workers"
+    rates = ", ".join(f"{node} {rate:,.0f} images/s" for node, (_, rate) in sorted(nodes.items()))
+    text = f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {workers} worker{'s' * (workers > 1)}: {rates}"
+    return "; ".join([text, *(f"no more runs on {each}" for each in retired)])
