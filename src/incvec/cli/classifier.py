@@ -257,9 +257,10 @@ def predict(
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return
-    table = Table("photo", *(heading for _ in range(min(top, len(names))) for heading in ("class", "probability")))
+    ranks = [f"{rank}." for rank in range(1, min(top, len(names)) + 1)]
+    table = Table("photo", *ranks if top > 1 else ["class"], title="class and its probability", title_justify="left")
     for entry in rows:
-        cells = [text for p in entry["predictions"] for text in (p["class"], f"{100 * p['probability']:.1f} %")]  # type: ignore[index]
+        cells = [f"{p['class']} ({100 * p['probability']:.1f} %)" for p in entry["predictions"]]  # type: ignore[index]
         table.add_row(Text(str(entry["file"]), overflow="fold"), *map(Text, cells))
     Console().print(table)
 
