@@ -50,7 +50,7 @@ def test_every_command_succeeds(story: tuple[Path, dict[str, Result]]) -> None:
 def test_learn_says_what_is_kept(story: tuple[Path, dict[str, Result]]) -> None:
     text = " ".join(story[1]["later"].stdout.split())
     assert "5 classes (2 new), 44 photos learned in" in text
-    assert "15 photos as 18 x 18 pixels (up to 3 per class) and 10 to measure accuracy with" in text
+    assert "and as 18 x 18 pixels 10 photos to measure accuracy with. The other photos are not needed" in text
     assert "classes of learn 1: " in text
 
 

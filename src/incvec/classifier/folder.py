@@ -81,8 +81,10 @@ class Description(BaseModel):
     method: str
     addons: tuple[str, ...]
     sections: dict[str, dict[str, Any]]  # settings of the method and the add-ons
-    memory: int  # photos per class to remember
+    memory: int  # photos per class to remember, for methods that train on them
     check: int  # photos per class held out to measure accuracy
+    keeps_photos: bool = False  # whether check photos, or any others, may be kept
+    has_past: bool = True  # False: trained elsewhere, and IVT has not measured yet what it knows
     seed: int
     temperature: float = 1.0  # divides the scores, so that probabilities are calibrated on the check photos
     history: tuple[Learned, ...]

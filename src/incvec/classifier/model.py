@@ -15,19 +15,17 @@ from torch import Tensor
 
 from incvec.classifier.evaluation import Evaluation, make_evaluation
 from incvec.classifier.export import SUFFIXES, example, export_network
-from incvec.classifier.folder import Description, ModelFolder, Preprocessing, decode
-from incvec.classifier.network import BATCH, Network, build_network, in_batches, stored_side, to_pixels
+from incvec.classifier.folder import Description, ModelFolder, decode
+from incvec.classifier.network import BATCH, Network, build_network, in_batches, to_pixels
 from incvec.classifier.photos import Progress, is_single, list_images, list_photos, load_squares, to_square
-from incvec.data.dataset import IMAGENET_NORMALIZATION
+from incvec.classifier.settings import CHECK, Settings, choose
 from incvec.engine.build import pick_device
 from incvec.errors import ConfigError, DataError, nearest
 from incvec.nets import check_backbone
-from incvec.nets.pretrained import DEFAULT, expected_input, is_external, load_weights
+from incvec.nets.pretrained import DEFAULT, is_external, load_weights
 
 METHOD = "lda"
-MEMORY = 20  # photos per class
-CHECK = 5
-SIDE = 64  # of images for backbones trained from scratch
+WITHOUT_PHOTOS = "lwf"  # for a network whose photos are gone
 
 
 class Classifier:
@@ -73,7 +71,7 @@ class Classifier:
         weights: str | Path | None = None,
         method: str = METHOD,
         addons: Sequence[str] = (),
-        memory: int = MEMORY,
+        memory: int | None = None,
         check: int = CHECK,
         side: int | None = None,
         seed: int = 0,
@@ -91,32 +89,85 @@ class Classifier:
             weights: a file of weights for the backbone; None: its pre-trained ones; "none": trained from scratch.
             method: how classes are learned; `incvec list methods`.
             addons: add-ons of the method, such as `ivt`.
-            memory: photos remembered per class; 0 keeps none.
+            memory: photos remembered per class, by methods that train on them: 20 by default. 0: no photo is kept.
             check: photos per class held out of training to measure accuracy, at most one in ten.
             side: side of the network's input in pixels. None: that of the backbone.
             settings: options of the method and the add-ons, such as `{"replay": {"epochs": 5}}`.
             progress: called with what is being done, how much of it, and of how much.
             listen: called with the events of the training run.
         """
-        from incvec.classifier.learning import Learning, Settings  # the engine, which predicting does not need
+        from incvec.classifier.learning import Learning  # the engine, which predicting does not need
 
-        if memory < 0 or check < 0:
-            raise ConfigError(f"memory is {memory} and check {check}: expected 0 or more photos per class.")
         check_backbone(backbone)
         scratch = str(weights) == "none" or not is_external(backbone)
         if weights is not None and str(weights) != "none" and not is_external(backbone):
             raise ConfigError(
                 f"the backbone {backbone!r} has no weights to load; use lite0, timm/NAME or torchvision/NAME."
             )
-        if is_external(backbone):
-            expected = expected_input(backbone)
-            size, mean, std = side or expected.size, expected.mean, expected.std
-        else:
-            size, (mean, std) = side or SIDE, IMAGENET_NORMALIZATION
-        preprocessing = Preprocessing(side=size, stored=stored_side(size), mean=mean, std=std)
-        chosen = Settings(
-            backbone, preprocessing, method, tuple(addons), settings or {}, memory, check, seed, pretrained=not scratch
+        chosen = choose(backbone, method, addons, settings, memory, check, side, seed, pretrained=not scratch)
+        file = None if weights is None else Path(weights).expanduser()
+
+        def make(folder: ModelFolder) -> None:
+            Learning(folder, chosen, None, device, progress, listen).learn(
+                photos, None if scratch else lambda: load_weights(backbone, file)
+            )
+
+        return cls._make(out, device, make)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        checkpoint: str | Path,
+        classes: Sequence[str] | str | Path,
+        out: str | Path | None = None,
+        *,
+        backbone: str,
+        photos: str | Path | None = None,
+        method: str | None = None,
+        addons: Sequence[str] = (),
+        memory: int | None = None,
+        check: int = CHECK,
+        side: int | None = None,
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        seed: int = 0,
+        device: str = "auto",
+        progress: Progress | None = None,
+    ) -> Self:
+        """A classifier from a network that was trained elsewhere: its classes count as the first `learn`.
+
+        Args:
+            checkpoint: weights of the backbone with its last linear layer; safetensors, or a state dict.
+            classes: its class names, in the order of the rows of that layer; or a file with one name per line.
+            out: the new model folder; None: a temporary one, removed with the classifier.
+            backbone: the network's architecture, `timm/NAME` or `torchvision/NAME`.
+            photos: photos of these classes, one folder per class, if they are still there. Class statistics, remembered
+                photos and IVT's Fisher are then taken from them; they are not trained on.
+            method: how further classes are learned: with photos any, by default the one of `fit`; without photos
+                `lwf`, the default, or `finetune`.
+
+        The others are those of `fit`.
+        """
+        from incvec.classifier.adoption import adopt, read_names
+
+        names = read_names(classes) if isinstance(classes, str | Path) else tuple(classes)
+        check_backbone(backbone)
+        chosen = choose(
+            backbone,
+            method or (WITHOUT_PHOTOS if photos is None else METHOD),
+            addons,
+            settings,
+            memory,
+            check,
+            side,
+            seed,
+            pretrained=True,
         )
+        file, root = Path(checkpoint).expanduser(), None if photos is None else Path(photos)
+        return cls._make(out, device, lambda folder: adopt(folder, chosen, file, names, root, device, progress))
+
+    @classmethod
+    def _make(cls, out: str | Path | None, device: str, make: Callable[[ModelFolder], object]) -> Self:
+        """Write a new model folder with `make`, which is called with its lock held."""
         temporary = None if out is not None else tempfile.mkdtemp(prefix="incvec-")
         folder = ModelFolder(temporary or str(out))
         if folder.exists():
@@ -124,11 +175,8 @@ class Classifier:
                 f"{folder.path} has a classifier already. Add classes with --into {folder.path} "
                 "(Classifier.load(...).learn), or choose another folder."
             )
-        file = None if weights is None else Path(weights).expanduser()
         with folder.lock:
-            Learning(folder, chosen, None, device, progress, listen).learn(
-                photos, None if scratch else lambda: load_weights(backbone, file)
-            )
+            make(folder)
         classifier = cls(folder, device)
         if temporary is not None:
             weakref.finalize(classifier, shutil.rmtree, temporary, ignore_errors=True)
@@ -146,15 +194,11 @@ class Classifier:
 
         With `more`, the folder may have further photos of known classes.
         """
-        from incvec.classifier.learning import Learning, Settings
+        from incvec.classifier.learning import Learning
 
         with self.folder.lock:
-            self.reload()
-            d = self.description
-            settings = Settings(
-                d.backbone, d.preprocessing, d.method, d.addons, d.sections, d.memory, d.check, d.seed, pretrained=True
-            )
-            Learning(self.folder, settings, d, self.device, progress, listen).learn(photos, None, more)
+            d = self.reload().description
+            Learning(self.folder, Settings.of(d), d, self.device, progress, listen).learn(photos, None, more)
         return self.reload()
 
     def undo(self) -> Self:

@@ -1,26 +1,23 @@
-"""`incvec learn`, `predict`, `evaluate`, `export`, `info`, `undo`: a classifier of your photos that keeps learning."""
+"""`incvec learn`, `adopt`, `predict`, `evaluate`, `export`, `info`, `undo`: a classifier that keeps learning."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
 from incvec.cli.common import say
+from incvec.cli.steps import steps
 from incvec.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from incvec.classifier import Classifier
     from incvec.classifier.folder import Description
 
 LEARN_EXAMPLES = """[bold]Examples[/bold]
@@ -32,7 +29,11 @@ incvec learn photos/later --into planes
 incvec learn photos/first --out planes --memory 0
 
 incvec learn photos/first --out planes --method replay --addon ivt --backbone timm/resnet18"""
-LINE_INTERVAL = 5.0  # seconds between two lines of progress, without a terminal
+ADOPT_EXAMPLES = """[bold]Examples[/bold]
+
+incvec adopt mine.safetensors --classes names.txt --backbone timm/resnet18 --out planes
+
+incvec adopt mine.pth --classes names.txt --backbone torchvision/resnet50 --photos photos/first --out planes"""
 
 Folder = Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder.", show_default=False)]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
@@ -46,64 +47,31 @@ class Format(StrEnum):
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=LEARN_EXAMPLES)(learn)
+    app.command(epilog=ADOPT_EXAMPLES)(adopt)
     for command in (predict, evaluate, export, info, undo):
         app.command()(command)
 
 
-# Progress ---------------------------------------------------------------------------------------------------
-
-
-class Steps:
-    """What is being done, and an estimate of the time left: a bar on a terminal, lines now and then elsewhere."""
-
-    def __init__(self, console: Console) -> None:
-        self.console, self.what, self.shown, self.began = console, "", time.monotonic(), time.monotonic()
-        self.bar: Bar | None = None
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
-            self.bar = Bar(*columns, console=console, transient=True)
-            self.row = self.bar.add_task("", total=None)
-            self.bar.start()
-
-    def show(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if what != self.what:
-            self.what, self.began = what, now
-            if self.bar is not None:
-                self.bar.reset(self.row, description=what, total=total)
-        if self.bar is not None:
-            self.bar.update(self.row, completed=done, total=total)
-        elif now - self.shown >= LINE_INTERVAL and done:
-            self.shown = now
-            left = (now - self.began) * (total - done) / done
-            say(f"{time.strftime('%H:%M:%S')} {what}: {done} of {total}, {left:.0f} s left", console=self.console)
-
-    def event(self, event: Any) -> None:
-        """An event of the training run."""
-        from incvec.engine import events as ev
-
-        if isinstance(event, ev.EpochEnded):
-            self.show(f"training, stage {event.stage}", event.epoch, event.epochs)
-        elif isinstance(event, ev.Started) and event.resumed:
-            say(f"resuming from {event.resumed}", console=self.console)
-        elif isinstance(event, ev.Notice):
-            say(event.text, style="dim", console=self.console)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
-@contextmanager
-def steps() -> Iterator[Steps]:
-    shown = Steps(Console(stderr=True))
-    try:
-        yield shown
-    finally:
-        shown.close()
-
-
 # Commands ---------------------------------------------------------------------------------------------------
+
+
+Memory = Annotated[
+    int | None,
+    typer.Option(
+        help="Photos remembered per class, by methods that train on them; 0: no photo is kept.", show_default="20"
+    ),
+]
+Check = Annotated[
+    int | None,
+    typer.Option(help="Photos per class, at most one in ten, to measure accuracy with.", show_default="5"),
+]
+AddOns = Annotated[list[str] | None, typer.Option(help="Add-on of the method, such as ivt.", show_default=False)]
+Side = Annotated[int | None, typer.Option(help="Side of the network's input in pixels.", show_default="the backbone's")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as replay.epochs=5.", show_default=False),
+]
+Seed = Annotated[int | None, typer.Option(help="Seed of the training.", show_default="0")]
 
 
 def learn(
@@ -111,13 +79,8 @@ def learn(
     out: Annotated[Path | None, typer.Option(help="New model folder.", show_default=False)] = None,
     into: Annotated[Path | None, typer.Option(help="Model folder to add classes to.", show_default=False)] = None,
     more: Annotated[bool, typer.Option("--more", help="Accept further photos of known classes.")] = False,
-    memory: Annotated[
-        int | None, typer.Option(help="Photos remembered per class; 0 keeps none.", show_default="20")
-    ] = None,
-    check: Annotated[
-        int | None,
-        typer.Option(help="Photos per class, at most one in ten, to measure accuracy with.", show_default="5"),
-    ] = None,
+    memory: Memory = None,
+    check: Check = None,
     backbone: Annotated[
         str | None,
         typer.Option(help="lite0, timm/NAME, torchvision/NAME or a network of the lab.", show_default="lite0"),
@@ -128,17 +91,10 @@ def learn(
     method: Annotated[
         str | None, typer.Option(help="How classes are learned; see `incvec list methods`.", show_default="lda")
     ] = None,
-    addon: Annotated[
-        list[str] | None, typer.Option(help="Add-on of the method, such as ivt.", show_default=False)
-    ] = None,
-    side: Annotated[
-        int | None, typer.Option(help="Side of the network's input in pixels.", show_default="the backbone's")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting, such as replay.epochs=5.", show_default=False),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the training.", show_default="0")] = None,
+    addon: AddOns = None,
+    side: Side = None,
+    settings: Assignments = None,
+    seed: Seed = None,
     device: Device = "auto",
 ) -> None:
     """Learn the classes of a folder of photos: the first ones with --out, further ones with --into.
@@ -148,31 +104,85 @@ def learn(
     """
     if (out is None) == (into is None):
         raise ConfigError("give either --out NEW_FOLDER for a new classifier, or --into FOLDER to add classes to one.")
-    once: dict[str, Any] = {
-        "memory": memory, "check": check, "backbone": backbone, "weights": weights, "method": method, "addons": addon,
-        "side": side, "seed": seed, "settings": settings,
-    }  # fmt: skip
-    given: dict[str, Any] = {name: value for name, value in once.items() if value}
-    given |= {name: value for name, value in (("memory", memory), ("check", check)) if value is not None}
+    given = choices(
+        memory=memory, check=check, backbone=backbone, weights=weights, method=method, addons=addon, side=side,
+        seed=seed, settings=settings,
+    )  # fmt: skip
     if into is not None and given:
+        named = ", ".join(OPTIONS.get(name, "--" + name) for name in given)
         raise ConfigError(
-            f"{', '.join('--' + name for name in given)} cannot be changed with --into: they were chosen by the first "
-            "`learn`. Leave them out."
+            f"{named} cannot be changed with --into: they were chosen by the first `learn`. Leave them out."
         )
     from incvec.classifier import Classifier
-    from incvec.config import assign
 
-    if settings:
-        tree: dict[str, Any] = {}
-        for setting in settings:
-            assign(tree, setting)
-        given["settings"] = tree
     with steps() as shown:
         if into is not None:
             before = Classifier.load(into, device)
             classifier = before.learn(photos, more=more, progress=shown.show, listen=shown.event)
         else:
             classifier = Classifier.fit(photos, out, device=device, progress=shown.show, listen=shown.event, **given)
+    report(classifier)
+
+
+OPTIONS = {"addons": "--addon", "settings": "--set"}  # whose names differ from those in Python
+
+
+def choices(settings: list[str] | None, **given: Any) -> dict[str, Any]:
+    """The options that were given, as arguments of `Classifier.fit`."""
+    from incvec.config import assign
+
+    chosen = {name: value for name, value in given.items() if value is not None and value != []}
+    if settings:
+        tree: dict[str, Any] = {}
+        for setting in settings:
+            assign(tree, setting)
+        chosen["settings"] = tree
+    return chosen
+
+
+def adopt(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Weights of a trained network: safetensors, or a state dict.", show_default=False)
+    ],
+    classes: Annotated[
+        Path, typer.Option(help="Text file with the class names, one per line, in order.", show_default=False)
+    ],
+    backbone: Annotated[str, typer.Option(help="timm/NAME or torchvision/NAME.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="New model folder.", show_default=False)],
+    photos: Annotated[
+        Path | None, typer.Option(help="Photos of these classes, if they still exist.", show_default=False)
+    ] = None,
+    memory: Memory = None,
+    check: Check = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="How further classes are learned.", show_default="lda with photos, lwf without"),
+    ] = None,
+    addon: AddOns = None,
+    side: Side = None,
+    settings: Assignments = None,
+    seed: Seed = None,
+    device: Device = "auto",
+) -> None:
+    """Make a classifier from a network that was trained elsewhere: its classes count as the first learn.
+
+    Nothing is trained. Add classes with `incvec learn PHOTOS --into FOLDER`. If photos of the old classes still exist,
+    give them with --photos: then every method can go on from them.
+    """
+    from incvec.classifier import Classifier
+
+    given = choices(
+        photos=photos, memory=memory, check=check, method=method, addons=addon, side=side, seed=seed, settings=settings
+    )
+    with steps() as shown:
+        report(
+            Classifier.from_checkpoint(
+                checkpoint, classes, out, backbone=backbone, device=device, progress=shown.show, **given
+            )
+        )
+
+
+def report(classifier: Classifier) -> None:
     for line in learned_lines(classifier.path, classifier.description, classifier.folder.size()):
         say(line)
 
@@ -193,16 +203,16 @@ def learned_lines(path: Path, description: Description, size: int) -> list[str]:
 
 def kept_line(description: Description, size: int) -> str:
     """What the folder contains, in plain words."""
-    statistics = "the network's weights and statistics of the classes"
-    place = f"({size / 1e6:.1f} MB)"
-    if description.photos_file is None:
-        return f"Kept {place}: {statistics}. No photo is kept."
     kept, check = sum(description.remembered), sum(description.checked)
-    checks = f" and {check} to measure accuracy with" if check else ""
+    size_of = f"as {description.preprocessing.stored} x {description.preprocessing.stored} pixels"
+    photos = [f"{kept} photos to learn from later (up to {description.memory} per class)"] if kept else []
+    photos += [f"{check} photos to measure accuracy with"] if check else []
+    what = "the network's weights and statistics of the classes"
+    if not photos:
+        return f"Kept ({size / 1e6:.1f} MB): {what}. No photo is kept."
     return (
-        f"Kept {place}: {statistics}, and {kept} photos as {description.preprocessing.stored} x "
-        f"{description.preprocessing.stored} pixels (up to {description.memory} per class){checks}. The other photos "
-        "are not needed any more."
+        f"Kept ({size / 1e6:.1f} MB): {what}, and {size_of} {' and '.join(photos)}. The other photos are not needed "
+        "any more."
     )
 
 
@@ -247,9 +257,10 @@ def predict(
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
         return
-    table = Table("photo", *(heading for _ in range(min(top, len(names))) for heading in ("class", "probability")))
+    ranks = [f"{rank}." for rank in range(1, min(top, len(names)) + 1)]
+    table = Table("photo", *ranks if top > 1 else ["class"], title="class and its probability", title_justify="left")
     for entry in rows:
-        cells = [text for p in entry["predictions"] for text in (p["class"], f"{100 * p['probability']:.1f} %")]  # type: ignore[index]
+        cells = [f"{p['class']} ({100 * p['probability']:.1f} %)" for p in entry["predictions"]]  # type: ignore[index]
         table.add_row(Text(str(entry["file"]), overflow="fold"), *map(Text, cells))
     Console().print(table)
 

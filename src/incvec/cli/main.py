@@ -38,6 +38,11 @@ COMMANDS = {
         "Your own classifier",
         "Learn the classes of a folder of photos: the first ones with --out, further ones with --into.",
     ),
+    "adopt": Command(
+        "classifier",
+        "Your own classifier",
+        "Make a classifier from a network that was trained elsewhere: its classes count as the first learn.",
+    ),
     "predict": Command("classifier", "Your own classifier", "Name the class of photos, with its probability."),
     "evaluate": Command(
         "classifier",

@@ -73,6 +73,8 @@ def open_image(path: Path, min_side: int | None = None) -> Image.Image:
             transpose = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
             # Not ImageOps.exif_transpose: it rewrites all other tags and fails if one of them is invalid.
             return (image if transpose is None else image.transpose(transpose)).convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{path} cannot be read as an image: it is too large ({error}). Make it smaller.") from error
     except Exception as error:
         raise DataError(f"{path} cannot be read as an image: {error}. Replace it or remove it.") from error
 

@@ -127,7 +127,10 @@ def load_weights(name: str, file: Path | None = None) -> dict[str, Tensor]:
 
 def weights_from_file(name: str, file: Path) -> dict[str, Tensor]:
     """The backbone's tensors in a checkpoint: safetensors, or a state dict saved by torch. No code of it is run."""
-    saved = read_state(file)
+    return backbone_part(name, file, read_state(file))
+
+
+def backbone_part(name: str, file: Path, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with torch.device("meta"):
         own = _create(name, False).state_dict()
     found = match_names(own, saved)
@@ -138,6 +141,26 @@ def weights_from_file(name: str, file: Path) -> dict[str, Tensor]:
             f"another shape, such as {missing[0]!r}. Give the --backbone that the file was trained with."
         )
     return found
+
+
+def split_checkpoint(
+    name: str, file: Path, saved: Mapping[str, Tensor], width: int
+) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
+    """The backbone's tensors of a checkpoint, and the weight and bias of its classifier.
+
+    The classifier is the one matrix that is not part of the backbone and takes its `width` features.
+    """
+    backbone = backbone_part(name, file, saved)
+    used = {id(tensor) for tensor in backbone.values()}
+    found = [key for key, t in saved.items() if id(t) not in used and t.ndim == 2 and t.shape[1] == width]
+    if len(found) != 1:
+        which = f"{len(found)}: {', '.join(found[:3])}" if found else "none"
+        raise DataError(
+            f"{file}: expected one linear classifier [classes, {width}] besides the backbone {name}, found {which}. "
+            "For a backbone without its classifier use `incvec learn PHOTOS --weights FILE`."
+        )
+    bias = saved.get(found[0].removesuffix("weight") + "bias")
+    return backbone, saved[found[0]].float(), None if bias is None else bias.float()
 
 
 def read_state(file: Path) -> dict[str, Tensor]:
