@@ -220,7 +220,8 @@ class Core:
         """
         self.finalize()
         current = float_parameters(self.model)
-        known = [name for name in self.cumulative if name in self.fisher.seen and name in current]
+        # In the model's order: that of a loaded state may differ, and sums of statistics depend on it.
+        known = [name for name in current if name in self.cumulative and name in self.fisher.seen]
         names = [name for name in known if name not in excluded]
         for name in names:
             if current[name].shape != self.anchor[name].shape:
