@@ -219,6 +219,7 @@ def bad_setting(rng: random.Random, fixtures: Fixtures, folder: Path) -> Case:
         never = False
         arguments += ["--set", f"{setting}={value}"]
     words = tuple(part for part in setting.replace(" ", ".").split(".") if part)
+    words += ("add-on",) if "addons" in words else ()
     return Case(f"{setting}={value[:40]}", arguments, "refused" if never else "refused or accepted", (*words, "--set"))
 
 

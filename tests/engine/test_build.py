@@ -40,6 +40,11 @@ def test_memory_total_is_divided_by_the_classes_seen_when_a_class_is_learned(few
         next(make_run(with_fewer(few, 0, 39), tmp_path / "base", given).events())
 
 
+def test_weight_decay_that_makes_weights_grow_is_refused(few: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lr=0.1 and weight_decay=30 \(stage 'main' of finetune\)"):
+        next(make_run(few, tmp_path, quick("finetune", finetune={"lr": 0.1, "weight_decay": 30.0})).events())
+
+
 def test_explicit_class_order_has_no_seed(few: Dataset, tmp_path: Path) -> None:
     order = [5, 4, 3, 2, 1, 0]
     record = finish(make_run(few, tmp_path, quick("finetune", class_order=order, order_seed=7, stop_after=1)))

@@ -8,13 +8,8 @@ measuring pass over single samples (`first_fisher="sample"`).
 A snapshot contains Fbar, which a run that starts there and the study's curvature need. It is as large as the model, so
 snapshots of pre-trained models contain it only with `snapshot_fisher`.
 
-Open questions of Algorithm 1. It ends with a teleport if the interval divides the epochs, so the final weights are not
-trained afterwards; `last="skip"` omits this teleport. It does not mention the classifier. Its old rows are teleported
-and its new rows are not, which shifts the balance between old and new classes; `head="keep"` teleports the backbone
-only. (PODNet and LUCIR freeze their old rows, so it hardly matters there.) After the last teleport BatchNorm's running
-statistics may not fit the weights: `batchnorm="keep"` leaves them, `"layer"` teleports a convolution and its norm as
-one map, and `"recalibrate"` re-estimates the statistics after the main stage. The defaults are Algorithm 1 verbatim;
-the presets differ (presets/ivt.yaml).
+The defaults are Algorithm 1 verbatim; the presets differ (presets/ivt.yaml). The questions that the algorithm leaves
+open are in docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -228,13 +223,6 @@ class IVTAddOn(AddOn):
         if moved and self.options.optimizer_state == "reset" and optimizer is not None:
             parameters = self.plugin.core.parameters
             reset_state([optimizer], [parameters[name] for name, *_ in self.plugin.core.statistics])
-
-    def teleports(self, task: Task, stage: Stage, epoch: int) -> bool:
-        """Whether a teleport follows this epoch (from 1)."""
-        if task.index == 0 or stage.role != "main":
-            return False
-        interval = stage.epochs if self.options.interval is None else self.options.interval
-        return epoch % interval == 0 and not (epoch == stage.epochs and self.options.last == "skip")
 
     def end_task(self, task: Task) -> None:
         if task.index == 0 and not self._measures_first:

@@ -37,13 +37,22 @@ def select_parameters(stage: Stage, method: Method, addons: Sequence[AddOn]) -> 
 
 
 def check_learning_rates(stages: Iterable[Stage], method: str) -> None:
-    """Learning rates are float32 tensors on the device: refuse larger values before anything is trained."""
+    """Refuse rates with which nothing can be trained, before anything is.
+
+    They are float32 tensors on the device. A step multiplies the weights by 1 - lr weight_decay (with SGD and AdamW):
+    below -1 they grow without bound.
+    """
     for stage in stages:
         for group in stage.groups:
             if group.lr > torch.finfo(torch.float32).max:
                 raise ConfigError(
                     f"the learning rate {group.lr:g} (stage {stage.name!r} of {method}) exceeds the largest float32; "
                     "choose a smaller one."
+                )
+            if group.lr * group.weight_decay > 2 and stage.optimizer is not None and stage.optimizer.kind != "adam":
+                raise ConfigError(
+                    f"with lr={group.lr:g} and weight_decay={group.weight_decay:g} (stage {stage.name!r} of {method}) "
+                    "each step makes the weights larger, up to infinity; choose a smaller weight_decay, below 1/lr."
                 )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .batchnorm import batchnorm_layers
 from .core import Core
 from .names import Past, float_parameters
 
@@ -24,6 +25,17 @@ class Warner:
         if matter not in self.known:
             self.known.add(matter)
             warnings.warn(text, stacklevel=stacklevel)
+
+
+def warn_about_batchnorm(model: nn.Module, warn: Warner) -> None:
+    if batchnorm_layers(model):
+        warn(
+            "batchnorm",
+            "the model has BatchNorm layers, and batchnorm= was not given: their weights and biases are teleported "
+            'like all others ("keep"). That suits methods which replay old samples; for methods that train on new '
+            'classes only use batchnorm="layer"',
+            stacklevel=4,
+        )
 
 
 class Endings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -19,6 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .batchnorm import batchnorm_layers, recalibrate, running_statistics
+from .fisher import BatchFisher
 from .names import unwrap
 
 if TYPE_CHECKING:
@@ -175,6 +176,15 @@ class Inputs:
             self._norms = [norm for norm in batchnorm_layers(unwrap(self.model)).values() if norm.training]
         self._calls.append((args, kwargs))
 
+    def for_maps(self) -> Callable[[], object]:
+        """What runs the model on the inputs that define the maps of batchnorm="layer"."""
+        if not self._calls:
+            raise RuntimeError(
+                'batchnorm="layer" needs inputs of the model, but in this epoch it was not called in train mode. '
+                "Call the model itself, not its parts, or give IVT(probe=...)"
+            )
+        return self.replay
+
     def replay(self) -> object:
         """Run the model on the remembered inputs, as one batch."""
         args, kwargs = joined(list(self._calls))
@@ -267,3 +277,16 @@ def gradients_of(
             torch.distributed.all_reduce(gradient, group=group)
             gradients[index] = gradient / count
     return gradients
+
+
+def measured_fisher(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], kernels: frozenset[str], losses: Iterable[Tensor]
+) -> BatchFisher:
+    """The squared gradients of these losses, one per batch, summed."""
+    fisher = BatchFisher(parameters, kernels)
+    for loss in losses:
+        gradients = gradients_of(model, loss, list(parameters.values()), keep_graph=False)
+        fisher.accumulate(zip(parameters, gradients, strict=True))
+    if not fisher.seen:
+        raise ValueError("begin_with(): no batch gave a gradient")
+    return fisher

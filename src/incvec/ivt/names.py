@@ -38,6 +38,25 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
     return optimizer
 
 
+def optimizers_of(given: Any) -> tuple[Optimizer, ...]:
+    """What `begin_task` was given, one optimizer or several or none, as the optimizers that step."""
+    if given is None:
+        return ()
+    several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
+    try:
+        return tuple(map(unwrap_optimizer, given if several else [given]))
+    except TypeError as error:
+        raise TypeError(f"optimizer: {error}") from None
+
+
+def trained(
+    parameters: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer] | None = None
+) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients; with optimizers, those in their groups."""
+    known = {id(p) for optimizer in optimizers or () for group in optimizer.param_groups for p in group["params"]}
+    return {name: p for name, p in parameters.items() if p.requires_grad and (optimizers is None or id(p) in known)}
+
+
 def clean(name: str) -> str:
     """A parameter's name without the prefixes of wrappers inside the model."""
     return name.replace("_orig_mod.", "")
@@ -66,6 +85,12 @@ def check_supported(model: nn.Module, left_alone: Iterable[str]) -> None:
                 f"{name!r} is one of the model's {_SHARDED}, which IVT does not support: its state is stored by whole "
                 "tensor. Train with DistributedDataParallel, or on one device"
             )
+
+
+def exclusions(given: Iterable[Excluded] | Excluded) -> tuple[Excluded, ...]:
+    """One or several of them, as a tuple."""
+    single = isinstance(given, (str, nn.Module)) or callable(given)
+    return (given,) if single else tuple(given)  # type: ignore[return-value,arg-type]
 
 
 def excluded_names(model: nn.Module, excluded: Sequence[Excluded]) -> frozenset[str]:

@@ -24,22 +24,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import names
 from .batchnorm import Probe, batchnorm_layers
-from .checks import Endings, Warner, check_parameters
+from .checks import Endings, check_parameters, warn_about_batchnorm
 from .core import BatchNormChoice, Core, Memory
-from .fisher import BatchFisher, Structure, check_choice
-from .listening import Inputs, Listener, Watched, gradients_of
-from .names import Excluded, Past, check_supported, excluded_names, float_parameters, unwrap, unwrap_optimizer
+from .fisher import Structure, check_choice
+from .listening import Inputs, Listener, Watched, gradients_of, measured_fisher
+from .names import Excluded, Past, exclusions, float_parameters, unwrap
 from .optimizer_state import reset_state
+from .schedule import FisherLoss, Last, Schedule
 from .statistics import ReportRow, TeleportRow, report_rows, teleport_rows
 
-Last = Literal["skip", "teleport"]
-FisherLoss = Literal["whole", "own"]
 OptimizerState = Literal["keep", "reset"]
 T = TypeVar("T")
 
 
-class IVT:
+class IVT(Schedule):
     """Increment Vector Transformation (https://arxiv.org/abs/2509.21898) for any training loop.
 
     The defaults are those that our study recommends; `IVT.verbatim` is Algorithm 1 as the paper writes it.
@@ -66,7 +66,9 @@ class IVT:
             used again.
 
     If torch.distributed has several processes, they train the model together: batchnorm="layer" and "recalibrate" take
-    the inputs of the first one, and `collect` averages over all. Make a new DDP wrapper after the model has grown as
+    the inputs of the first one, and `collect` averages over all. Then every process makes the same calls: one that
+    leaves out a `collect`, an `end_epoch` or an `end_task` makes the others wait for it. Which processes: those of the
+    DDP wrapper that IVT was given, without one all of them. Make a new DDP wrapper after the model has grown as
     usual; the plug-in may have the module or any of its wrappers.
     """
 
@@ -86,23 +88,14 @@ class IVT:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        check_choice("last", last, Last)
         if batchnorm is not None:
             check_choice("batchnorm", batchnorm, BatchNormChoice)
-        check_choice("fisher_loss", fisher_loss, FisherLoss)
         check_choice("structure", structure, Structure)
         check_choice("optimizer_state", optimizer_state, OptimizerState)
         check_choice("memory", memory, Memory)
-        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
-            raise ValueError(f"interval={interval!r}: give a number of epochs from 1 up, or None for no schedule")
-        self.interval = interval
-        single = exclude is not None and (isinstance(exclude, (str, nn.Module)) or callable(exclude))
-        self.exclude: tuple[Excluded, ...] | None = (
-            None if exclude is None else (exclude,) if single else tuple(exclude)  # type: ignore[assignment,arg-type]
-        )
-        self.last = last
+        super().__init__(interval, last, fisher_loss)
+        self.exclude = None if exclude is None else exclusions(exclude)
         self.batchnorm: BatchNormChoice = batchnorm or "keep"
-        self.fisher_loss = fisher_loss
         self.structure = structure
         self.optimizer_state = optimizer_state
         self.memory = memory
@@ -111,21 +104,10 @@ class IVT:
         self.core = Core(unwrap(model), structure, memory, layers=batchnorm == "layer")
         self._listener = Listener(self)
         self._inputs = Inputs(model)
-        self._task = self._epoch = 0
-        self.epochs: int | None = None  # of the current task, if known
-        self._in_task = False
-        self._seen = False  # a step since the last end_epoch(), or begin_epoch()
         self._grown: set[str] = set()  # tensors that have grown since an earlier task
         self._endings = Endings()
-        self._warn = Warner()
-        self._copied = False  # a copy made within a task, which listens to nothing yet
-        if batchnorm is None and batchnorm_layers(unwrap(model)):
-            self._warn(
-                "batchnorm",
-                "the model has BatchNorm layers, and batchnorm= was not given: their weights and biases are teleported "
-                'like all others ("keep"). That suits methods which replay old samples; for methods that train on new '
-                'classes only use batchnorm="layer"',
-            )
+        if batchnorm is None:
+            warn_about_batchnorm(unwrap(model), self._warn)
 
     @classmethod
     def verbatim(cls, model: nn.Module, interval: int | None = 10, **options: Any) -> IVT:
@@ -133,37 +115,13 @@ class IVT:
         return cls(model, **{"interval": interval, "exclude": (), "last": "teleport", "batchnorm": "keep", **options})
 
     def __repr__(self) -> str:
-        place = f"task {self._task}" if self._task else "no task yet"
-        if self._in_task:
-            place += f", epoch {self._epoch}" + (f" of {self.epochs}" if self.epochs else "")
-        options = [f"interval={self.interval}", f"last={self.last!r}", f"batchnorm={self.batchnorm!r}"]
+        options = {name: getattr(self, name) for name in ("interval", "last", "batchnorm")}
         if self.exclude is not None:
-            options.append(
-                f"exclude={[item if isinstance(item, str) else type(item).__name__ for item in self.exclude]}"
-            )
-        options += [
-            f"{name}={getattr(self, name)!r}"
-            for name, default in (("fisher_loss", "whole"), ("structure", "diagonal"), ("optimizer_state", "keep"))
-            if getattr(self, name) != default
-        ]
-        return f"<IVT of {type(unwrap(self.model)).__name__}: {place}; {', '.join(options)}>"
-
-    # What it knows
-
-    @property
-    def task(self) -> int:
-        """Number of the current task, or of the last one; the first is 1."""
-        return self._task
-
-    @property
-    def epoch(self) -> int:
-        """Epochs ended in this task."""
-        return self._epoch
-
-    @property
-    def in_task(self) -> bool:
-        """Whether a task has begun and not ended."""
-        return self._in_task
+            options["exclude"] = [item if isinstance(item, str) else type(item).__name__ for item in self.exclude]
+        usual = {"fisher_loss": "whole", "structure": "diagonal", "optimizer_state": "keep"}
+        options |= {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
+        text = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return f"<IVT of {type(unwrap(self.model)).__name__}: {self._place()}; {text}>"
 
     @property
     def anchor(self) -> Mapping[str, Tensor]:
@@ -182,34 +140,6 @@ class IVT:
         The mean over the steps since the last `end_epoch`; if there were none yet, over those before it.
         """
         return self.core.new_fisher()
-
-    @property
-    def collecting(self) -> bool:
-        """Whether F of the current epoch will be used: with fisher_loss="own", whether to call `collect`."""
-        if not self._in_task:
-            return False
-        if self.fisher_loss == "whole" or self.epochs is None:
-            return True
-        return self._epoch + 1 >= self.epochs or self.teleports_after(self._epoch + 1)
-
-    def teleports_after(self, epoch: int) -> bool:
-        """Whether the schedule teleports after this epoch (from 1) of the current task."""
-        if self._task < 2 or self.interval is None or epoch % self.interval:
-            return False
-        return not (self.last == "skip" and epoch == self.epochs)
-
-    def silence(self, *matters: str) -> None:
-        """Do not warn about these matters, for a host that says them itself."""
-        self._warn.known.update(matters)
-
-    def _require_task(self, call: str) -> None:
-        if not self._in_task:
-            raise RuntimeError(f"{call} outside a task: call begin_task() first")
-        if self._copied:
-            raise RuntimeError(
-                f"{call}: this IVT was copied or unpickled within a task, and listens to no optimizer; "
-                "call attach(optimizer), or abandon_task()"
-            )
 
     # Algorithm 1, call by call
 
@@ -233,23 +163,15 @@ class IVT:
         earlier tasks, several names whose rows follow each other, or None for a tensor without a past. By default a
         tensor continues the one of its own name: new parameters have no past, and rows added to dimension 0 have none.
         """
-        if self._in_task:
-            raise RuntimeError(
-                f"begin_task() inside task {self._task}: call end_task() first, or abandon_task() to forget the task "
-                "(to go on with a loaded state, only attach() the optimizer)"
-            )
-        if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
-            raise ValueError(f"epochs={epochs!r}: give the task's number of epochs, from 1 up, or None if unknown")
-        optimizers = self._optimizers_of(optimizer)
+        self._require_no_task(epochs)
+        optimizers = names.optimizers_of(optimizer)
         if self.optimizer_state == "reset" and not optimizers:
             raise ValueError("optimizer_state='reset' needs to know the optimizer: begin_task(optimizer)")
         core = self.core
         core.read_parameters()
         left_alone = self._left_alone()
-        check_supported(core.model, left_alone)
-        trained = {name: p for name, p in core.parameters.items() if p.requires_grad}
-        if optimizers:
-            trained = self._trained(optimizers)
+        names.check_supported(core.model, left_alone)
+        trained = names.trained(core.parameters, optimizers or None)
         if not trained:
             raise ValueError(
                 "no parameter of the model requires gradients and is in the groups of the optimizer; "
@@ -261,56 +183,20 @@ class IVT:
         self._grown |= {
             name for name, count in rows.items() if name in core.cumulative and count < len(core.cumulative[name])
         }
-        for stepping in [trained, *(self._trained([known]) for known in optimizers)]:
-            if stepping:
-                core.fisher.counter(stepping)
+        for counted in [trained, *(names.trained(core.parameters, [known]) for known in optimizers)]:
+            if counted:
+                core.fisher.counter(counted)
         self._task += 1
         self._epoch, self.epochs = 0, epochs
         self._in_task = True
         self._seen = self._copied = False
         self._listener.attach(optimizers)
-        if self.probe is None and self.batchnorm != "keep" and batchnorm_layers(core.model):
-            self._inputs.remember()
+        self._remember_inputs()
         self._warn_about_schedule()
-
-    @staticmethod
-    def _optimizers_of(optimizer: Any) -> tuple[Optimizer, ...]:
-        if optimizer is None:
-            return ()
-        several = isinstance(optimizer, Iterable) and not isinstance(optimizer, nn.Module)
-        try:
-            return tuple(map(unwrap_optimizer, optimizer if several else [optimizer]))
-        except TypeError as error:
-            raise TypeError(f"optimizer: {error}") from None
-
-    def _trained(self, optimizers: Iterable[Optimizer]) -> dict[str, nn.Parameter]:
-        """The model's parameters in the optimizers' groups that require gradients."""
-        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        return {name: p for name, p in self.core.parameters.items() if id(p) in stepped and p.requires_grad}
 
     def _left_alone(self) -> frozenset[str]:
         """Names that are not teleported."""
-        return frozenset(self._grown) if self.exclude is None else excluded_names(self.core.model, self.exclude)
-
-    def _warn_about_schedule(self) -> None:
-        if self._task < 2 or self.interval is None:
-            return
-        if self.epochs is None:
-            if self.last == "skip":
-                self._warn(
-                    "epochs",
-                    "begin_task() was not told the number of epochs, so the teleport after the last one cannot be "
-                    'skipped: give begin_task(optimizer, epochs=...), or IVT(last="teleport")',
-                    stacklevel=4,
-                )
-        elif not any(self.teleports_after(epoch) for epoch in range(1, self.epochs + 1)):
-            self._warn(
-                "idle",
-                f"IVT changes nothing in a task of {self.epochs} epoch(s) with a teleport every {self.interval}"
-                + (" and none after the last" if self.last == "skip" else "")
-                + ": use a smaller interval",
-                stacklevel=4,
-            )
+        return frozenset(self._grown) if self.exclude is None else names.excluded_names(self.core.model, self.exclude)
 
     def begin_epoch(self, epoch: int | None = None) -> None:
         """Set the epoch's sums to zero. Optional: the first step after `end_epoch` does the same.
@@ -331,7 +217,7 @@ class IVT:
 
         Call it before `backward()`, once per step, while `collecting` is True. It runs one backward pass through this
         loss alone, keeps the graph for yours, and leaves `.grad` as it is. With several processes the gradients are
-        averaged over them.
+        averaged over them, and each of them has to call it.
         """
         self._require_task("collect()")
         if self.fisher_loss != "own":
@@ -345,23 +231,12 @@ class IVT:
         """F_t of this epoch; every interval-th epoch of tasks 2, 3, ... teleports. Returns whether it did."""
         self._require_task("end_epoch()")
         collecting = self.collecting
-        if not self._seen:
-            self._warn(
-                f"unseen {self._task}",
-                "end_epoch() without a step since the last one: F_t stays that of the earlier epoch. "
-                + (
-                    "Call collect(loss) before backward() while `collecting` is True"
-                    if self.fisher_loss == "own"
-                    else "If the model was trained, IVT is not listening to the optimizer that steps: attach() it"
-                ),
-            )
+        self._check_epoch()
         check_parameters(self.core, self._task, self._warn)
         if collecting:
             self.core.finalize()
         self._seen = False
         self._epoch += 1
-        if self.epochs is not None and self._epoch > self.epochs:
-            self._warn(f"longer {self._task}", f"epoch {self._epoch} of a task that was to have {self.epochs} epochs")
         return self.teleport() if self.teleports_after(self._epoch) else False
 
     @torch.no_grad()
@@ -377,12 +252,7 @@ class IVT:
         probe: Probe | None = self.probe
         modes: AbstractContextManager[None] = nullcontext()
         if self.core.layers and self._task > 1 and probe is None and batchnorm_layers(self.core.model):
-            probe, modes = self._inputs.replay, self._inputs.training_modes()
-            if not self._inputs:
-                raise RuntimeError(
-                    'batchnorm="layer" needs inputs of the model, but in this epoch it was not called in train mode. '
-                    "Call the model itself, not its parts, or give IVT(probe=...)"
-                )
+            probe, modes = self._inputs.for_maps(), self._inputs.training_modes()
         with modes:
             moved = self.core.teleport(self._left_alone(), probe, self._epoch)
         if moved and self.core.layers:
@@ -397,20 +267,7 @@ class IVT:
         """Fbar_t = Fbar_{t-1} + F_t. Synchronizes with the device, to check that there were steps."""
         self._require_task("end_task()")
         check_parameters(self.core, self._task, self._warn)
-        if not any(self.core.fisher.counts().values()):
-            raise RuntimeError(
-                f"task {self._task} ends without any step seen by IVT. Give begin_task(optimizer) the optimizer that "
-                "steps (a deep copy of one loses its hooks), or use `for batch in ivt.watch(loader)`; "
-                "abandon_task() forgets the task"
-            )
-        if not self._epoch and self._seen:
-            self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task")
-        elif self._seen and not self.core.finalized:
-            self._warn(
-                "steps after",
-                f"steps after the last end_epoch() of task {self._task}: F_t is taken over those alone. Call it "
-                "after every epoch, and train nothing between it and end_task()",
-            )
+        self._check_steps()
         if self.batchnorm == "recalibrate":
             self._inputs.recalibrate(self.core.model, self.probe)
         self._endings.record(self.core.parameters)
@@ -447,14 +304,9 @@ class IVT:
         if self._in_task or self._task:
             raise RuntimeError("begin_with() comes before the first begin_task()")
         self.core.read_parameters()
-        check_supported(self.core.model, self._left_alone())
-        trained = {name: p for name, p in self.core.parameters.items() if p.requires_grad}
-        fisher = BatchFisher(trained, self.core.kernels)
-        for batch in batches:
-            gradients = gradients_of(self.model, loss(batch), list(trained.values()), keep_graph=False)
-            fisher.accumulate(zip(trained, gradients, strict=True))
-        if not fisher.seen:
-            raise ValueError("begin_with(): no batch gave a gradient")
+        names.check_supported(self.core.model, self._left_alone())
+        trained = names.trained(self.core.parameters)
+        fisher = measured_fisher(self.model, trained, self.core.kernels, (loss(batch) for batch in batches))
         self.core.begin(trained)
         self.core.fisher = fisher
         self._task += 1
@@ -471,7 +323,10 @@ class IVT:
         if not self._in_task:
             raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
         self._copied = False
-        self._listener.attach(tuple(map(unwrap_optimizer, optimizers)))
+        self._listener.attach(tuple(map(names.unwrap_optimizer, optimizers)))
+        self._remember_inputs()
+
+    def _remember_inputs(self) -> None:
         if self.probe is None and self.batchnorm != "keep" and batchnorm_layers(self.core.model):
             self._inputs.remember()
 
