@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +64,14 @@ class Sweep:
         while True:
             try:
                 progress = ray.get(self.coordinator.progress.remote(version), timeout=PATIENCE)
-            except ray.exceptions.ActorDiedError:
-                raise TrainingError(LOST) from None
             except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
                 patience = patience or time.monotonic()
                 if time.monotonic() - patience > PATIENCE:
                     raise TrainingError(LOST) from None
                 time.sleep(POLL_INTERVAL)
                 continue
+            except ray.exceptions.RayError:
+                raise TrainingError(LOST) from None
             patience = 0.0
             if incarnation not in ("", progress.incarnation):
                 version, incarnation = 0, progress.incarnation
@@ -84,9 +85,11 @@ class Sweep:
             time.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
-        """End the coordinator of a sweep that has ended."""
+        """End the coordinator of a sweep that has ended, once its workers have removed their scratch folders."""
         import ray
 
+        with suppress(ray.exceptions.RayError):
+            ray.get(self.coordinator.ended.remote(), timeout=PATIENCE)
         ray.kill(self.coordinator, no_restart=True)
 
 
