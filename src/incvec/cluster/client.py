@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,18 +23,20 @@ PATIENCE = 120.0  # seconds for a coordinator to be started again on another nod
 
 def connect(address: str | None) -> bool:
     """Connect to the cluster at the address, or that of RAY_ADDRESS. Returns True if it started one on this machine."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None and "ray" not in sys.modules:  # Ray reads these when it is imported
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            token = secrets.token_hex(32)  # for this cluster alone, in no file
+            os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
     try:
         import ray
     except ModuleNotFoundError:
         raise ConfigError("--on ray needs Ray: install it with pip install 'incvec[cluster]'.") from None
-    address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
     if ray.is_initialized():
         return False
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if not os.environ.get("RAY_AUTH_TOKEN_PATH"):
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for this cluster alone, in no file
         ray.init(address="local", include_dashboard=False, **options)
         return True
     try:
