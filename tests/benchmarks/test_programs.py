@@ -201,3 +201,15 @@ def test_simulated_runs_wait_for_their_base(program: Any) -> None:
     assert three["busy"] == pytest.approx(25 / 45)
     together = 1 + 2 / 7  # three runs
     assert simulation.simulate(runs, 1, 3, 2.0)["makespan"] == pytest.approx(10 + 15 / together)
+
+
+def test_efficiency_of_several_workers(program: Any) -> None:
+    def row(on: str, seconds: float, **more: int) -> dict[str, Any]:
+        return {"on": on, "training_seconds": seconds, **more}
+
+    one, two = {"workers": 1, "per_gpu": 1}, {"workers": 2, "per_gpu": 1}
+    rows = [row("local", 9), row("ray", 10, **one), row("ray", 99, **one), row("ray", 11, **one), row("ray", 6, **two)]
+    local, first, second = program("cluster_scaling").summarize(rows)
+    assert "efficiency" not in local
+    assert first["training_seconds"] == 11
+    assert (first["efficiency"], second["efficiency"]) == (1.0, pytest.approx(11 / 12, abs=1e-3))
