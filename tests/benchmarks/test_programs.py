@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from incvec.atomic_files import write_tensors
+from incvec.presets import resolve
+
+RESULTS = Path(__file__).parents[2] / "results/benchmarks"
 
 
 def run_small(module: ModuleType, file: Path, *arguments: str) -> dict[str, Any]:
@@ -172,3 +175,41 @@ def test_startup(program: Any, tmp_path: Path) -> None:
     rows = {row["command"]: row for row in content["rows"]}
     assert {"python -c pass", "import torch", "incvec --help", "incvec list", "incvec show"} <= rows.keys()
     assert all(row["share_of_torch"] < 0.5 for name, row in rows.items() if name.startswith("incvec"))
+
+
+def test_cluster_simulation(program: Any, tmp_path: Path) -> None:
+    """The committed record, again from the records of the runs."""
+    file = tmp_path / "s.json"
+    program("cluster_simulation").main(["--json", str(file), "--figure", str(tmp_path / "s.png")])
+    result = json.loads(file.read_text())
+    committed = json.loads((RESULTS / "cluster-simulation.json").read_text())
+    assert result["rows"] == committed["rows"]
+    hours = {(row["gpus"], row["per_gpu"]): row["hours"] for row in result["rows"]}
+    assert hours[1, 1] > hours[8, 1] > hours[64, 1] >= result["longest_run_hours"]
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+
+
+def test_simulated_runs_wait_for_their_base(program: Any) -> None:
+    """Three runs share a base of 10 s and then take 5 s each; eight at once are twice as fast as one."""
+    simulation = program("cluster_simulation")
+    config = resolve({"method": "podnet", "dataset": "digits"})
+    runs = [simulation.Work(config, 10.0, 5.0)] * 3
+    assert simulation.simulate(runs, 1, 1, 2.0)["makespan"] == pytest.approx(25)
+    three = simulation.simulate(runs, 3, 1, 2.0)
+    assert three["makespan"] == pytest.approx(15)
+    assert three["waiting"] == pytest.approx(20 / 45)
+    assert three["busy"] == pytest.approx(25 / 45)
+    together = 1 + 2 / 7  # three runs
+    assert simulation.simulate(runs, 1, 3, 2.0)["makespan"] == pytest.approx(10 + 15 / together)
+
+
+def test_efficiency_of_several_workers(program: Any) -> None:
+    def row(on: str, seconds: float, **more: int) -> dict[str, Any]:
+        return {"on": on, "training_seconds": seconds, **more}
+
+    one, two = {"workers": 1, "per_gpu": 1}, {"workers": 2, "per_gpu": 1}
+    rows = [row("local", 9), row("ray", 10, **one), row("ray", 99, **one), row("ray", 11, **one), row("ray", 6, **two)]
+    local, first, second = program("cluster_scaling").summarize(rows)
+    assert "efficiency" not in local
+    assert first["training_seconds"] == 11
+    assert (first["efficiency"], second["efficiency"]) == (1.0, pytest.approx(11 / 12, abs=1e-3))

@@ -12,6 +12,7 @@ from rich.console import Console
 from incvec.cli import progress
 from incvec.cli.progress import LiveDisplay, LogDisplay, RunStatus, TotalEstimate, follow, follow_sweep
 from incvec.engine import events as ev
+from incvec.engine.scheduler import Requeued
 
 
 def run_events() -> Iterator[ev.Event]:
@@ -135,3 +136,18 @@ def test_failed_runs_do_not_count_as_work_that_is_left() -> None:
     estimate = TotalEstimate(runs)
     estimate.began -= 15.0
     assert estimate.text() == "about 5 s left in all"
+
+
+def test_sweep_on_several_machines_shows_them_and_runs_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SWEEP_INTERVAL", 0.0)
+    events: list[tuple[int, ev.Event]] = [
+        (0, ev.Started("a", 1, "eager", "cpu")),
+        (0, ev.EpochEnded(0, "main", 1, 4, {"loss": 1.0}, 0.25, 60.0)),
+        (0, Requeued("its worker on n1 was lost")),
+    ]
+    text = io.StringIO()
+    runs = follow_sweep(["a"], events, "one", Console(file=text, width=200), lambda: "2 nodes")
+    assert (runs[0].state, runs[0].seconds_left, runs[0].fraction) == ("queued again", None, 0.25)
+    lines = text.getvalue().splitlines()
+    assert "queued again: a: its worker on n1 was lost" in lines
+    assert any(line.startswith("0/1 finished; ") and "2 nodes" in line for line in lines)

@@ -85,7 +85,7 @@ def trained_bases(out: Path) -> int:
 class LocalCluster:
     """A Ray cluster on this machine: a head without workers, and nodes with one core each."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, scratch: Path) -> None:
         import ray
         from ray.cluster_utils import Cluster
 
@@ -97,7 +97,10 @@ class LocalCluster:
         }
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick_detection}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self.cluster.add_node(num_cpus=1) for _ in range(nodes)]
+        self.nodes = [
+            self.cluster.add_node(num_cpus=1, env_vars={"INCVEC_SCRATCH": str(scratch)}) for _ in range(nodes)
+        ]
+        self.scratch_folder = scratch
         self.address = self.cluster.address
         ray.init(self.address, namespace="incvec", log_to_driver=False, logging_level="ERROR")
 
@@ -110,6 +113,10 @@ class LocalCluster:
 
         name = until(lambda: next(iter(ray.util.list_named_actors()), None))
         return ray.get_actor(name)
+
+    def scratch(self) -> list[Path]:
+        """What sweeps have left on the disk of the nodes."""
+        return list(self.scratch_folder.glob("*/*"))
 
     def workers(self) -> list[tuple[str, int, list[int]]]:
         """Node, process and runs of every worker."""
@@ -144,8 +151,8 @@ def until(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest) -> Iterator[LocalCluster]:
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalCluster]:
     pytest.importorskip("ray")
-    made = LocalCluster(getattr(request, "param", 2))
+    made = LocalCluster(getattr(request, "param", 2), tmp_path / "scratch")
     yield made
     made.close()

@@ -132,3 +132,16 @@ def test_at_once_is_for_this_machine(tmp_path: Path) -> None:
     result = invoke("sweep", "digits", "--on", "ray", "--at-once", "2", "--out", tmp_path)
     assert result.exit_code == 1
     assert "--per-gpu" in message(result)
+
+
+@pytest.mark.parametrize("option", [["--storage", "s3://a"], ["--workers", "2"], ["--download"]])
+def test_options_of_a_cluster_need_one(option: list[str], tmp_path: Path) -> None:
+    result = invoke("sweep", "digits", *option, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert f"{option[0]}: only with --on ray" in message(result)
+
+
+def test_data_source_needs_a_place_on_the_nodes(tmp_path: Path) -> None:
+    result = invoke("sweep", "digits", "--on", "ray", "--data-source", "s3://a", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "needs --data-root" in message(result)

@@ -120,3 +120,12 @@ def test_last_worker_goes_on_after_runs_that_do_not_fit_into_its_memory() -> Non
         for _ in range(MAX_FAILURES):
             runs.blame(worker, "memory full", unless_last=True)
     assert [place.name for place in runs.working()] == ["w1"]
+
+
+def test_run_that_failed_twice_does_not_join_others() -> None:
+    runs = queue(*[None] * 4, workers=1)
+    runs.requeue(0)
+    runs.requeue(0)
+    runs.jobs[1].started = True  # so that it goes first
+    assert runs.take("w0", 0) == 1
+    assert runs.take("w0", 0) == 2  # not 0

@@ -32,9 +32,11 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("cluster", [2, 3], indirect=True, ids=["two nodes", "three nodes"])
 def test_sweep_equals_the_local_one(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
     """Bit for bit; every base task is trained once in the whole cluster."""
-    printed = sweep(*cluster.options(tmp_path))
-    same_sweep(tmp_path, local)
-    assert trained_bases(tmp_path) == trained_bases(local) == BASES
+    out = tmp_path / "out"
+    printed = sweep(*cluster.options(out))
+    same_sweep(out, local)
+    assert cluster.scratch() == []
+    assert trained_bases(out) == trained_bases(local) == BASES
     assert printed.count("finished digits") == RUNS
     assert f"{len(cluster.nodes)} nodes, {len(cluster.nodes)} workers" in printed
     assert "images/s" in printed
@@ -118,6 +120,7 @@ def test_storage_at_an_address(cluster: LocalCluster, local: Path, tmp_path: Pat
     os.kill(pid, signal.SIGKILL)
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
     same_sweep(remote, local)
+    assert cluster.scratch() == []  # also that of the killed worker
     copied = {path.parent.name for path in (tmp_path / "out").glob("*/record.json")}
     assert copied == {path.parent.name for path in remote.glob("*/record.json")}
     assert not list((tmp_path / "out").glob("*/snapshots"))
@@ -136,3 +139,15 @@ def test_failures_of_runs_are_reported_and_others_go_on(cluster: LocalCluster, t
     assert "A smaller learning rate" in done.stdout
     assert "queued again" not in done.stdout
     assert len(list((tmp_path / "out").glob("*/record.json"))) == 1
+
+    # The check of a sweep: its run is trained first, and nothing else if the result is another one.
+    check = "check: {of: {seed: 1}, metric: LA, expected: 100.0, within: 1.0, hint: Look at it.}"
+    run = f"{{method: finetune, dataset: digits, stop_after: 1, seed: [0, 1, 2], finetune: {{{settings}}}}}"
+    file.write_text(f"{check}\nruns: [{run}]")
+    done = subprocess.run(
+        command("sweep", file, "--on", "ray", "--address", cluster.address, "--out", tmp_path / "checked"),
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "expected 100.0 within 1.0: nothing else of this sweep was run. Look at it." in done.stdout
+    assert [path.parent.name.split("-")[3] for path in (tmp_path / "checked").glob("*/record.json")] == ["s1"]

@@ -15,7 +15,7 @@ import pytest
 from incvec.atomic_files import write_bytes
 from incvec.cluster import storage as module
 from incvec.cluster.job import absolute
-from incvec.cluster.storage import Storage, scratch_folder
+from incvec.cluster.storage import Storage, fetch_folder, scratch_folder
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import finish
@@ -158,3 +158,19 @@ def test_folders_become_absolute_and_addresses_stay(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     assert absolute("runs") == str(tmp_path / "runs")
     assert absolute("s3://bucket/runs/") == "s3://bucket/runs"
+
+
+def test_data_is_copied_to_a_node_once(address: str, tmp_path: Path) -> None:
+    files, root = module.open_address(address)
+    for name in ("data/train/a.bin", "data/b.bin"):
+        files.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+        files.pipe_file(f"{root}/{name}", name.encode())
+    folder = tmp_path / "node/data"
+    fetch_folder(f"{address}/data", folder)
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {"train/a.bin": "data/train/a.bin", "b.bin": "data/b.bin"}
+    files.rm(f"{root}/data", recursive=True)
+    fetch_folder(f"{address}/data", folder)  # it is here
+    with pytest.raises(StorageError, match="could not be copied"):
+        fetch_folder(f"{address}/data", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

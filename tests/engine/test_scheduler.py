@@ -156,3 +156,36 @@ def test_a_free_place_goes_to_a_run_whose_base_is_ready_before_the_queue() -> No
     runs: Any = [partial(Scripted, number, count) for number, count in enumerate(steps)]
     list(run_concurrently(runs, 2))
     assert started == [0, 2, 1, 3, 4]
+
+
+def test_runs_may_come_while_others_are_in_training(few: Dataset, tmp_path: Path) -> None:
+    """The source has nothing at first, and then again nothing until the first run has ended."""
+    finished: list[int] = []
+
+    def source() -> Iterator[Any]:
+        yield None
+        yield partial(make_run, few, tmp_path / "0", quick("finetune"))
+        while not finished:
+            yield None
+        yield partial(make_run, few, tmp_path / "1", quick("finetune", seed=1))
+
+    for number, event in run_concurrently(source(), 2):
+        finished.append(number) if isinstance(event, ev.Finished) else None
+    assert finished == [0, 1]
+
+
+def test_run_of_another_process_is_reported_while_no_other_comes(few: Dataset, tmp_path: Path) -> None:
+    """A source that waits for this run to end would otherwise wait for ever."""
+    other = make_run(few, tmp_path / "0", quick("finetune")).events()
+    next(other)
+    failed: list[Exception] = []
+
+    def source() -> Iterator[Any]:
+        yield partial(make_run, few, tmp_path / "0", quick("finetune"))
+        while not failed:
+            yield None
+
+    for _, event in run_concurrently(source(), 1):
+        failed.append(event.error) if isinstance(event, Failed) else None
+    assert isinstance(failed[0], Busy)
+    other.close()

@@ -35,6 +35,7 @@ class Options:
     cores: int = 1
     data_root: Path | None = None
     download: bool = False
+    data_source: str | None = None
     plugins: tuple[Path, ...] = ()
 
 
@@ -59,6 +60,7 @@ def train(title: str, planned: Sequence[tuple[str, RunConfig]], check: Check | N
         check,
         None if options.data_root is None else str(options.data_root.expanduser().resolve()),
         options.download,
+        options.data_source,
         tuple(str(file.resolve()) for file in options.plugins),
         options.per_gpu,
         options.workers,
@@ -118,6 +120,7 @@ def submit(arguments: Sequence[str], title: str, job: SlurmJob, options: Options
     """
     given = {
         "--data-root": None if options.data_root is None else options.data_root.expanduser().resolve(),
+        "--data-source": options.data_source,
         "--out": options.out.resolve(),
         "--storage": absolute(options.storage),
         "--per-gpu": options.per_gpu,

@@ -54,10 +54,12 @@ stands for six runs: the section of an add-on applies to the runs that have it."
 # Settings that do not change the experiment, but the name of the run's folder.
 HANDLING = ("placement", "snapshots")
 
+ON_HELP = "Where to train: on this machine, on a Ray cluster, or on Ray inside a Slurm job."
 ADDRESS_HELP = "Ray cluster, such as 10.0.0.1:6379; auto: the one that `ray start` started on this machine."
 STORAGE_HELP = (
     "Where the nodes keep the runs: a folder that all of them see, or an fsspec address such as s3://bucket/runs."
 )
+SOURCE_HELP = "fsspec address of a folder that nodes without --data-root copy there, such as s3://bucket/store."
 SBATCH_HELP = "Further option of sbatch, such as --time=24:00:00. Repeat for several."
 
 Plan = list[tuple[str, RunConfig]]  # the name of each run's folder, and its configuration
@@ -111,7 +113,7 @@ def sweep(
     ] = None,
     plugin: PluginFiles = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs without training them.")] = False,
-    on: Annotated[Where, on_cluster("this machine, or a cluster: Ray, or Ray inside a Slurm job.")] = Where.LOCAL,
+    on: Annotated[Where, on_cluster(ON_HELP, default="local")] = Where.LOCAL,
     address: Annotated[
         str | None, on_cluster(ADDRESS_HELP, default="RAY_ADDRESS, or a cluster on this machine")
     ] = None,
@@ -122,6 +124,7 @@ def sweep(
     workers: Annotated[int | None, on_cluster("Number of workers.", min=1, default="one for each GPU, or core")] = None,
     cores: Annotated[int, on_cluster("CPU cores of each worker, without GPUs.", min=1, default="1")] = 1,
     download: Annotated[bool, on_cluster("Download the data set on nodes that lack it.", "--download")] = False,
+    data_source: Annotated[str | None, on_cluster(SOURCE_HELP)] = None,
     attach: Annotated[bool, on_cluster("Show the progress of a sweep that is running on Ray.", "--attach")] = False,
     stop: Annotated[bool, on_cluster("End a sweep that is running on Ray.", "--stop")] = False,
     partition: Annotated[str | None, on_slurm("Partition.")] = None,
@@ -138,6 +141,18 @@ def sweep(
         raise ConfigError("a sweep trains its runs in one process; use torchrun with a single `incvec run`.")
     check_out(out, "a sweep")
     load_plugins(plugin)
+    given = {
+        "--address": address,
+        "--storage": storage,
+        "--per-gpu": per_gpu,
+        "--workers": workers,
+        "--download": download,
+        "--data-source": data_source,
+    }
+    if on is Where.LOCAL and not attach and not stop and (unused := [key for key, value in given.items() if value]):
+        raise ConfigError(f"{', '.join(unused)}: only with --on ray or --on slurm.")
+    if data_source is not None and data_root is None:
+        raise ConfigError("--data-source needs --data-root, the folder of each node that it is copied to.")
     if (on is Where.LOCAL and not attach and not stop) or (dry_run and on is not Where.SLURM):
         failed = run_sweep(name, out, data_root, settings or (), at_once, only, dry_run, seeds=seeds)
     else:
@@ -146,7 +161,16 @@ def sweep(
         if at_once is not None:
             raise ConfigError("--at-once is for a sweep on this machine; on a cluster give --per-gpu.")
         options = cluster.Options(
-            out, storage or str(out), address, per_gpu, workers, cores, data_root, download, tuple(plugin or ())
+            out,
+            storage or str(out),
+            address,
+            per_gpu,
+            workers,
+            cores,
+            data_root,
+            download,
+            data_source,
+            tuple(plugin or ()),
         )
         if attach or stop:
             cluster.connect(options)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +23,20 @@ PATIENCE = 120.0  # seconds for a coordinator to be started again on another nod
 
 def connect(address: str | None) -> bool:
     """Connect to the cluster at the address, or that of RAY_ADDRESS. Returns True if it started one on this machine."""
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None and "ray" not in sys.modules:  # Ray reads these when it is imported
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            token = secrets.token_hex(32)  # for this cluster alone, in no file
+            os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token})
     try:
         import ray
     except ModuleNotFoundError:
         raise ConfigError("--on ray needs Ray: install it with pip install 'incvec[cluster]'.") from None
-    address = address or os.environ.get("RAY_ADDRESS")
     options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
     if ray.is_initialized():
         return False
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        if not os.environ.get("RAY_AUTH_TOKEN_PATH"):
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for this cluster alone, in no file
         ray.init(address="local", include_dashboard=False, **options)
         return True
     try:
@@ -63,14 +67,14 @@ class Sweep:
         while True:
             try:
                 progress = ray.get(self.coordinator.progress.remote(version), timeout=PATIENCE)
-            except ray.exceptions.ActorDiedError:
-                raise TrainingError(LOST) from None
             except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
                 patience = patience or time.monotonic()
                 if time.monotonic() - patience > PATIENCE:
                     raise TrainingError(LOST) from None
                 time.sleep(POLL_INTERVAL)
                 continue
+            except ray.exceptions.RayError:
+                raise TrainingError(LOST) from None
             patience = 0.0
             if incarnation not in ("", progress.incarnation):
                 version, incarnation = 0, progress.incarnation
@@ -84,9 +88,11 @@ class Sweep:
             time.sleep(POLL_INTERVAL)
 
     def close(self) -> None:
-        """End the coordinator of a sweep that has ended."""
+        """End the coordinator of a sweep that has ended, once its workers have removed their scratch folders."""
         import ray
 
+        with suppress(ray.exceptions.RayError):
+            ray.get(self.coordinator.ended.remote(), timeout=PATIENCE)
         ray.kill(self.coordinator, no_restart=True)
 
 

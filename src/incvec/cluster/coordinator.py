@@ -95,6 +95,10 @@ class Coordinator:
         events = [(run, event) for _, run, event in changed]
         return Progress(self.incarnation, self.version, events, nodes, retired, self.queue.done, self.error)
 
+    async def ended(self) -> None:
+        """Wait until the sweep and its workers have ended."""
+        await self.main
+
     async def workers(self) -> list[tuple[str, int, list[int]]]:
         """Node, process and runs of every worker that has joined."""
         places = self.queue.places

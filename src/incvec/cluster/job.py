@@ -28,6 +28,7 @@ class ClusterSweep:
     check: Check | None = None
     data_root: str | None = None
     download: bool = False
+    data_source: str | None = None  # an fsspec address to copy the data root from
     plugins: tuple[str, ...] = ()
     per_worker: int | None = None  # runs at once; None: by the device's memory
     workers: int | None = None  # at most; None: one for each GPU, or core

@@ -136,6 +136,25 @@ def open_address(address: str) -> tuple[Any, str]:
     return files, root.rstrip("/")
 
 
+def fetch_folder(address: str, folder: Path) -> None:
+    """Copy the folder at the address to this machine, unless it is here already. It appears when it is complete."""
+    if folder.exists():
+        return
+    files, root = open_address(address)
+    temporary = folder.with_name(f".{folder.name}.fetched")
+    shutil.rmtree(temporary, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        files.get(f"{root}/", f"{temporary}/", recursive=True)
+        os.replace(temporary, folder)
+    except Exception as error:  # a file system may raise anything
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(
+            f"{address} could not be copied to {folder} ({type(error).__name__}: {error}). Check the address of "
+            "--data-source and the free space on this node."
+        ) from error
+
+
 def is_object_store(files: Any) -> bool:
     protocol = files.protocol
     return not OBJECT_STORES.isdisjoint((protocol,) if isinstance(protocol, str) else protocol)

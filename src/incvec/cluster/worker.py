@@ -18,7 +18,7 @@ import torch
 
 from incvec.atomic_files import FileLock
 from incvec.cluster.job import ClusterSweep, classify, portable
-from incvec.cluster.storage import Storage, scratch_folder
+from incvec.cluster.storage import Storage, fetch_folder, scratch_folder
 from incvec.cluster.versions import different_versions
 from incvec.config import RunConfig, digest
 from incvec.data import Dataset
@@ -107,15 +107,18 @@ class Worker:
         return Run(config, self.data[key], self.storage.run_folder(folder), self.storage.bases)
 
     def load(self, config: RunConfig) -> Dataset:
-        """Open the data set. One worker of the node downloads it while the others wait."""
-        root = None if self.sweep.data_root is None else Path(self.sweep.data_root)
-        if not self.sweep.download:
+        """Open the data set. One worker of the node fetches it while the others wait."""
+        sweep = self.sweep
+        root = None if sweep.data_root is None else Path(sweep.data_root)
+        if not (sweep.download or sweep.data_source):
             return load_on_device(config, root, self.device)
         lock = FileLock(Path(tempfile.gettempdir()) / f"incvec-data-{digest([config.dataset, str(root)])}.lock")
         while not lock.acquire():
             time.sleep(ASK_INTERVAL)
         try:
-            return load_on_device(config, root, self.device, download=True)
+            if sweep.data_source and root is not None:
+                fetch_folder(sweep.data_source, root)
+            return load_on_device(config, root, self.device, sweep.download)
         finally:
             lock.release()
 
