@@ -5,6 +5,7 @@
     python benchmarks/classifier_methods.py fold PHOTOS FOLD
     python benchmarks/classifier_methods.py held-out PHOTOS
     python benchmarks/classifier_methods.py table results/classifier/x.json
+    python benchmarks/classifier_methods.py compare results/classifier/x.json results/classifier/y.json
     python benchmarks/classifier_methods.py draw results/classifier/x.json results/classifier/x.png
 
 PHOTOS has train/ and test/ with one folder per class. A seed shuffles the classes and is the seed of the training; the
@@ -195,6 +196,26 @@ def table(given: argparse.Namespace) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
+def compare(given: argparse.Namespace) -> None:
+    """Markdown: one column per file, accuracy after the last `learn`, mean of the orders, and in brackets the least
+    lead of the default over the orders."""
+    files = [read_rows(file) for file in given.json]
+    means = [
+        {row["approach"]: statistics.mean(final(rows, row["approach"]).values()) for row in rows} for rows in files
+    ]
+    common = sorted(means[0], key=lambda approach: -means[0][approach])
+    print(f"| approach | keeps photos | {' | '.join(rows[0]['name'] for rows in files)} |")
+    print("|---|---|" + "---|" * len(files))
+    for approach in common:
+        cells = [approach, keeps(approach).replace("remembered", f"{files[0][0]['memory']} per class")]
+        for rows, mean in zip(files, means, strict=True):
+            own, default = final(rows, approach), final(rows, given.default)
+            lead = min((default[seed] - value for seed, value in own.items() if seed in default), default=0.0)
+            error = 100 * (mean[approach] / 100 * (1 - mean[approach] / 100) / rows[0]["test_photos"]) ** 0.5
+            cells += [f"{mean[approach]:.1f} ± {error:.1f}" + ("" if approach == given.default else f" ({lead:+.1f})")]
+        print(f"| {' | '.join(cells)} |")
+
+
 def draw(given: argparse.Namespace) -> None:
     """Accuracy on all classes so far after each `learn`, mean of the seeds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -256,9 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument("--cache", type=Path, default=Path("runs/features"))
     one.add_argument("--json", type=Path, required=True)
     one.set_defaults(run=measure)
-    for name, function in (("table", table), ("draw", draw)):
+    for name, function in (("table", table), ("compare", compare), ("draw", draw)):
         other = commands.add_parser(name)
-        other.add_argument("json", type=Path)
+        other.add_argument("json", type=Path, nargs="+" if name == "compare" else None)
         if name == "draw":
             other.add_argument("out", type=Path)
         other.add_argument("--default", default="lda", help="the approach that the others are compared with")

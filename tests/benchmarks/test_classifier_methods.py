@@ -34,5 +34,12 @@ def test_measure_table_and_draw(program: Any, tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     module.main(["table", str(file)])
     assert capsys.readouterr().out.count("\n") == 2 + len(module.FROZEN) + 2
+    module.main(["compare", str(file), str(file)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(module.FROZEN) + 2
+    assert next(line for line in lines if "| all-linear |" in line).split("|")[2].strip() == "all"
+    module.main(["fold", str(tmp_path / "p"), str(tmp_path / "fold"), "--number", "1"])
+    assert sorted(path.name for path in (tmp_path / "fold" / "test" / "zero").iterdir()) == ["001.jpg", "005.tif"]
+    assert len(list((tmp_path / "fold" / "train").rglob("*.*"))) == 6 * 4
     module.main(["draw", str(file), str(tmp_path / "x.png")])
     assert (tmp_path / "x.png").stat().st_size > 5000

@@ -1,4 +1,4 @@
-"""Folders of small pictures: scikit-learn's digits as files of several formats, one folder per class."""
+"""Folders of small pictures, one per class, in files of several formats: scikit-learn's digits and photographs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_sample_image
 
 from incvec import Classifier
 
@@ -44,6 +44,36 @@ def write_classes(root: Path, labels: range | list[int], count: int = 22, first:
         (root / NAMES[label]).mkdir(parents=True, exist_ok=True)
         for index in range(first, first + count):
             digit(label, index).save(root / NAMES[label] / f"{index:03d}.{FORMATS[index % len(FORMATS)]}")
+    return root
+
+
+@cache
+def real_photo(name: str) -> Image.Image:
+    """One of scikit-learn's two photographs, 640 x 427."""
+    return Image.fromarray(load_sample_image(name))
+
+
+def write_photos(root: Path, labels: range | list[int], count: int, first: int = 0) -> Path:
+    """Crops of two real photographs as photos of up to 6 classes, the left, middle and right part of each one, in nine
+    formats: also CMYK, animated, and rotated with a note in EXIF."""
+    for label in labels:
+        (root / NAMES[label]).mkdir(parents=True, exist_ok=True)
+        photo, left = real_photo(("china.jpg", "flower.jpg")[label // 3]), 213 * (label % 3)
+        for index in range(first, first + count):
+            x, y = np.random.default_rng((label, index)).integers(0, (213 - 128, 427 - 160))
+            crop = photo.crop((left + x, y, left + x + 128, y + 160))
+            name = root / NAMES[label] / f"{index:03d}"
+            kind = index % (len(FORMATS) + 3)
+            if kind < len(FORMATS):
+                crop.save(f"{name}.{FORMATS[kind]}")
+            elif kind == len(FORMATS):
+                crop.convert("CMYK").save(f"{name}.jpeg")
+            elif kind == len(FORMATS) + 1:
+                crop.save(f"{name}.gif", save_all=True, append_images=[crop.rotate(180)])
+            else:
+                turned = Image.Exif()
+                turned[0x0112] = 6
+                crop.transpose(Image.Transpose.ROTATE_90).save(f"{name}.JPG", "JPEG", exif=turned)
     return root
 
 

@@ -382,6 +382,20 @@ def test_method_without_exemplars_and_ivt(photos: Path, tmp_path: Path) -> None:
     assert any(name.startswith("addon/ivt/") for name in tensors)  # IVT's state travels with the folder
 
 
+@pytest.mark.parametrize(("memory", "checked"), [(None, (2, 2, 2)), (20, (2, 2, 2)), (0, (0, 0, 0))])
+def test_lda_remembers_no_photo_it_does_not_use(
+    memory: int | None, checked: tuple[int, ...], photos: Path, tmp_path: Path
+) -> None:
+    classifier = Classifier.fit(photos / "first", tmp_path / "m", **{**FROZEN, "memory": memory})
+    for _ in range(2):
+        assert not any(classifier.description.remembered)
+        assert classifier.description.checked[:3] == checked
+        assert bool(list((tmp_path / "m").glob("photos-*"))) == bool(sum(checked))
+        assert classifier.description.history[-1].check  # accuracy is measured in any case
+        if len(classifier.classes_) == 3:
+            classifier.learn(photos / "later")
+
+
 def test_package_exports_the_classifier_lazily() -> None:
     assert incvec.Classifier is Classifier
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torchvision
+from safetensors.torch import save_file
 
 from tests.classifier.folders import digit, write_classes
 from tests.cli.conftest import invoke
@@ -25,6 +27,8 @@ def test_commands_and_python_of_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     write_classes(Path("photos/test"), range(3), 3, first=40)
     write_classes(Path("other"), [0], 2, first=50)
     digit(1, 60).save("new.jpg")
+    save_file(torchvision.models.resnet18(num_classes=2).state_dict(), "mine.safetensors")
+    Path("names.txt").write_text("zero\none\n")
     blocks = re.findall(r"^```(bash|python)\n(.*?)^```", (DOCS / "classifier.md").read_text(), re.MULTILINE | re.DOTALL)
     ran = set()
     for language, text in blocks:
@@ -41,8 +45,9 @@ def test_commands_and_python_of_the_page(tmp_path: Path, monkeypatch: pytest.Mon
                 ran.add(words[1])
             else:
                 assert words[0] in ("pip", "python"), line  # benchmarks have their own tests
-    assert ran == {"learn", "info", "undo", "predict", "evaluate", "export", "python"}
+    assert ran == {"learn", "adopt", "info", "undo", "predict", "evaluate", "export", "python"}
     assert Path("planes.onnx").is_file()
+    assert json.loads(invoke("info", "trained", "--json").stdout)["classes"] == ["zero", "one", "two"]
     assert (tmp_path / "another" / "model.json").is_file()
 
 

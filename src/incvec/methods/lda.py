@@ -90,7 +90,6 @@ class LDA(ImageMethod):
     options: LDAOptions
     uses_teacher = False
     trains = False  # no increment: after the first task only statistics change
-    encoded: tuple[Tensor, Tensor] | None = None  # the rows of the last update and their features; not saved
 
     def make_head(self, width: int) -> Head:
         return PowerHead(width, self.options.power)
@@ -129,7 +128,6 @@ class LDA(ImageMethod):
         # On a CPU, larger batches spend their time on allocating memory.
         batch = max(1, CPU_PIXELS // (height * width)) if self.world.device.type == "cpu" else None
         features = extract_features(self.model, self.world, rows, batch=batch)
-        self.encoded = rows, features
         z = signed_power(features, self.options.power).double()
         labels = self.world.train.labels[rows]
         width, device = z.shape[1], z.device
