@@ -145,3 +145,11 @@ def test_data_source_needs_a_place_on_the_nodes(tmp_path: Path) -> None:
     result = invoke("sweep", "digits", "--on", "ray", "--data-source", "s3://a", "--out", tmp_path)
     assert result.exit_code == 1
     assert "needs --data-root" in message(result)
+
+
+@pytest.mark.parametrize("option", ["--attach", "--stop"])
+def test_a_running_sweep_is_found_by_its_address(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = invoke("sweep", "digits", option, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "give --address" in message(result)

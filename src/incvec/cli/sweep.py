@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
@@ -173,6 +174,8 @@ def sweep(
             tuple(plugin or ()),
         )
         if attach or stop:
+            if not (address or os.environ.get("RAY_ADDRESS")):
+                raise ConfigError("--attach and --stop need the cluster that the sweep is running on: give --address.")
             cluster.connect(options)
             if stop:
                 cluster.stop(name, options)
