@@ -12,6 +12,7 @@ from incvec.records import find_records, read_record
 from incvec.study.comparisons import gain_table, main_table
 from incvec.study.paper import ablation_configs, compare_gains, paper_gains, paper_tables, settings_key, sweep_configs
 from incvec.study.reproduced import bounds_table, open_settings_table, other_data_table, other_runs_table, render
+from incvec.study.run_times import interval_table, time_table
 from incvec.study.tables import Table
 from tests.study.samples import sample
 
@@ -288,3 +289,17 @@ def test_committed_page_is_current() -> None:
     assert (RESULTS / "REPRODUCED.md").read_text() == render(records), (
         "results/REPRODUCED.md is stale: run python -m incvec.study.reproduced results"
     )
+
+
+def test_interval_and_time_come_from_records() -> None:
+    records = [read_record(path) for path in sorted(Path("results/cifar100").glob("podnet*-5-s*.json"))]
+    interval, times = interval_table("cifar100", records), time_table("cifar100", records)
+    assert interval is not None
+    assert times is not None
+    assert "| 1 | not run |" in interval.markdown()
+    assert "| 10 | 65.84 ± 0.33 (3) | +0.77 ± 0.27 |" in interval.markdown(align=False)
+    assert "| fcs | 11.6" not in times.markdown(align=False)
+    assert "3 of 42 cells" in times.markdown(align=False)
+    on_cpu = [record | {"environment": {**record["environment"], "device": "cpu"}} for record in records]
+    assert time_table("cifar100", on_cpu) is None
+    assert interval_table("imagenet-subset", records) is None

@@ -318,6 +318,7 @@ class Core:
         self, task: int, epoch: int, in_task: bool, epochs: int | None, grown: Iterable[str] = ()
     ) -> dict[str, Tensor]:
         fisher, counts = {name: self.fisher.sums[name] for name in self.fisher.seen}, self.fisher.counts()
+        teleports = self.teleports if in_task else []
         return pack(
             State(
                 task=task,
@@ -331,8 +332,8 @@ class Core:
                 buffers=self.buffers,
                 grown={name: torch.ones(1) for name in grown},
                 steps=torch.stack([counts[name] for name in sorted(fisher)]) if fisher else torch.zeros(0),
-                teleports=torch.stack([row for *_, row in self.teleports]) if self.teleports else torch.zeros(0, 3),
-                teleport_epochs=torch.tensor([row[:2] for row in self.teleports], dtype=torch.int64).view(-1, 2),
+                teleports=torch.stack([row for *_, row in teleports]) if teleports else torch.zeros(0, 3),
+                teleport_epochs=torch.tensor([row[:2] for row in teleports], dtype=torch.int64).view(-1, 2),
             )
         )
 

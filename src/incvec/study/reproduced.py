@@ -18,6 +18,7 @@ from incvec.study import comparisons, paper
 from incvec.study.comparisons import NOT_RUN
 from incvec.study.oracle_gap import pair_with_oracle
 from incvec.study.paper import METRICS, BySeed, Records
+from incvec.study.run_times import INTERVAL_SWEEP, interval_table, time_table
 from incvec.study.runs import Record, row_name, seed_of, settings_text
 from incvec.study.tables import Cell, Table, make_row, mean, number
 
@@ -31,6 +32,10 @@ LITE_SECTION = f"""## Pre-trained: {paper.LITE_MODEL}
 These numbers are not CLIP's, and not comparable with the paper's. Commands:
 `incvec sweep lite-cifar100`, `incvec sweep lite-aircraft`; the learning rate is chosen once, by
 `incvec sweep lite-rate`: FLYP without IVT, on training images held out of CIFAR-100's first two tasks."""
+TIMES = """### Time on the GPU, in minutes
+
+Mean of the records, without waiting. The base task is trained once per method and seed. Runs shared the GPU with
+others, so a run that has it to itself takes less."""
 INTRODUCTION = """# Reproduced
 
 Made from the records in this folder by `python -m incvec.study.reproduced results`; do not edit. Values in
@@ -150,6 +155,7 @@ def other_data_table(dataset: str, content: Mapping[str, Any], records: Records)
 def other_runs_table(dataset: str, records: Records) -> Table | None:
     """Records of networks trained from scratch that no other table shows."""
     configs = [config for sweep in (BOUNDS_SWEEP, *OPEN_SWEEPS) for config in paper.sweep_configs(sweep)]
+    configs += paper.sweep_configs(INTERVAL_SWEEP)
     configs += [config for name in paper.ablation_names(dataset) for config in paper.ablation_configs(name)]
     keys = {paper.settings_key(config.resolved()) for config in configs}
     content = paper.paper_tables("scratch")[dataset]
@@ -232,10 +238,14 @@ def render(records: Records) -> str:
             ablation = paper.paper_tables("ablations")[name]
             heading = f"### {ablation['title']}\n\nCommand: `incvec sweep {ablation['sweep']}`."
             lines += titled(heading, comparisons.ablation_table(name, scratch))
+        interval = f"### Epochs between teleports\n\nCommand: `incvec sweep {INTERVAL_SWEEP}`. "
+        interval += "Runs marked † below started from another base task than their host."
+        lines += titled(interval, interval_table(dataset, scratch))
         lines += titled("### The oracle and joint training", bounds_table(dataset, scratch))
         if open_settings := open_settings_table(dataset, scratch):
             lines += titled("### What the paper leaves open", open_settings)
             lines += ["", open_settings.note] if open_settings.note else []
+        lines += titled(TIMES, time_table(dataset, scratch))
         lines += titled("### Other runs", other_runs_table(dataset, scratch))
         lines += provenance([r for r in scratch if r["dataset"] == dataset])
     return "\n".join([*lines, *pretrained_sections(pretrained)]) + "\n"
