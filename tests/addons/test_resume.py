@@ -16,10 +16,8 @@ from tests.engine.test_resume import interrupt_after
 CASES: dict[str, dict[str, Any]] = {
     "cofima": quick("podnet", "cofima"),
     "cofima-ewc": quick("ewc", "cofima"),
-    "consolidate": quick("podnet", "consolidate", consolidate={"tail": 0.9, "distil_epochs": 2}),
-    "consolidate-expert": quick(
-        "mrfa", "ivt", "consolidate", consolidate={"expert": True, "tail": 0.9, "distil_epochs": 2, "head_epochs": 2}
-    ),
+    "carry": quick("podnet", "ivt", "carry", carry={"drift": "class"}),
+    "carry-prototypes": quick("pass", "carry"),
     "eopc": quick("podnet", "eopc"),
     "fisher-merge": quick("finetune", "fisher-merge"),
     "imm": quick("finetune", "imm"),

@@ -15,7 +15,7 @@ __all__ = ["ADDONS", "declared_addon", "find_addon"]
 ADDONS.add_builtins(
     {
         "cofima": "incvec.addons.cofima:CoFiMA",
-        "consolidate": "incvec.addons.consolidate:Consolidate",
+        "carry": "incvec.addons.carry:Carry",
         "eopc": "incvec.addons.eopc:EOPC",
         "fisher-merge": "incvec.addons.fisher_merge:FisherMerge",
         "imm": "incvec.addons.imm:IMM",
