@@ -14,8 +14,8 @@ __all__ = ["ADDONS", "declared_addon", "find_addon"]
 
 ADDONS.add_builtins(
     {
-        "cofima": "incvec.addons.cofima:CoFiMA",
         "carry": "incvec.addons.carry:Carry",
+        "cofima": "incvec.addons.cofima:CoFiMA",
         "eopc": "incvec.addons.eopc:EOPC",
         "fisher-merge": "incvec.addons.fisher_merge:FisherMerge",
         "imm": "incvec.addons.imm:IMM",
