@@ -230,4 +230,9 @@ if __name__ == "__main__":
         loaded = read(Path(arguments[0]))
         sys.stdout.write(classifier_table(loaded) + "\n\n" + table(loaded) + "\n")
     else:
-        {"images": write_images, "collect": collect, "classifier": classifier}[command](*arguments)
+        commands: dict[str, Callable[..., None]] = {
+            "images": write_images,
+            "collect": collect,
+            "classifier": classifier,
+        }
+        commands[command](*arguments)
