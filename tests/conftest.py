@@ -29,6 +29,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "podnet": {"balance_epochs": 2, "proxies": 2},
     "slca": {"align_epochs": 2, "samples": 16, "align_batch_size": 32},
     "ivt": {"interval": 1, "last": "teleport", "head": "teleport", "batchnorm": "keep"},  # Algorithm 1 verbatim
+    "carry": {"epochs": 2, "samples": 8},
     "eopc": {"epochs": 2, "batch_size": 8, "positions": 3, "members": 3, "radius": 1.0},
 }
 

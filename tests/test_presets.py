@@ -39,6 +39,7 @@ DIGESTS = {
     "spu": "bb1232cd051a",
     "ssre": "f3627af0b39c",
     "zeroshot": "34052370b60a",
+    "carry": "bf78e4a953b4",
     "cofima": "bf78e4a953b4",
     "eopc": "e004f70cf4f4",
     "fisher-merge": "bf78e4a953b4",

@@ -26,6 +26,8 @@ def expected_refusal(method: str, addon: str) -> str | None:
         return "exemplars" if addon == "eopc" else "one task"
     if addon == "eopc" and not kind.exemplars:
         return "exemplars"
+    if addon == "carry" and kind.pretrained and kind.trains:
+        return "pre-trained"
     return None if kind.trains else "trains nothing"
 
 

@@ -14,6 +14,7 @@ __all__ = ["ADDONS", "declared_addon", "find_addon"]
 
 ADDONS.add_builtins(
     {
+        "carry": "incvec.addons.carry:Carry",
         "cofima": "incvec.addons.cofima:CoFiMA",
         "eopc": "incvec.addons.eopc:EOPC",
         "fisher-merge": "incvec.addons.fisher_merge:FisherMerge",

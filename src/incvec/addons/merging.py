@@ -1,10 +1,11 @@
 """Base classes of the merging add-ons: weighted means of weights, and a Fisher pass at the end of a task.
 
-Replacing add-ons (`eopc`, `cofima`, `fisher-merge`) replace the weights of the model after the method's own stages, and
-training continues from there. Each does so at the end of a stage that it adds, so several of them act one after the
-other, in the order in which they are named. A measurement of the method at the end of a task (EWC's Fisher) comes after
-them. Deploying add-ons (`magmax`, `imm`) do not change training; they merge the weights at the end of each task. There
-can be one of them, named last. `ivt` acts within the method's own stages and can be named anywhere.
+Replacing add-ons (`eopc`, `cofima`, `fisher-merge`; `carry`: the classifier) replace weights of the model after the
+method's own stages, and training continues from there. Each does so at the end of a stage that it adds, so several of
+them act one after the other, in the order in which they are named. A measurement of the method at the end of a task
+(EWC's Fisher) comes after them. Deploying add-ons (`magmax`, `imm`) do not change training; they merge the weights at
+the end of each task. There can be one of them, named last. `ivt` acts within the method's own stages and can be named
+anywhere.
 
 F is the diagonal of the mean over batches of g^2, with g the gradient of the cross-entropy of the task's images over
 all classes seen. BatchNorm is frozen, so measuring changes nothing.
@@ -26,7 +27,7 @@ from incvec.ivt.fisher import BatchFisher
 from incvec.methods.common import ImageMethod
 
 Tensors = dict[str, Tensor]
-REPLACING = ("eopc", "cofima", "fisher-merge")
+REPLACING = ("eopc", "cofima", "fisher-merge", "carry")
 FISHER_WEIGHTED = ("cofima", "fisher-merge")
 DEPLOYING = ("magmax", "imm")
 

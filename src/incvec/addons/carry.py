@@ -1,0 +1,246 @@
+"""Carried class statistics: a classifier of all classes from what their full data once showed.
+
+Most of the gap to the oracle is in the classifier, not in the features (docs/successor.md): the oracle's rows are
+trained on all images of the old classes, ours on a few exemplars. So each class leaves the mean and the covariance of
+its features, taken when all its images were there. After every later increment,
+
+1. the statistics follow the features. Images at hand (those of the task, and the exemplars) are passed through the
+   model before and after the increment. A ridge regression, every class with the same weight, gives the displacement
+   of a feature as an affine function of the feature, and it is applied to means and covariances (`drift`);
+2. the classifier alone is trained on draws from the Gaussians of all classes, as many of each.
+
+The statistics stay exact as far as the features stay, so it can be combined with add-ons that restrain the increment:
+`--addon ivt --addon carry`. It works with and without exemplars. For 64 features a class takes 2,144 numbers (the
+covariance is symmetric), 8,576 bytes, as much as 2.8 exemplars of 32 x 32 pixels: 17 exemplars with it take no more
+memory than 20 without. The classifier that it trains is the one reported, also for methods that report the nearest mean
+of exemplars. Prototypes that a method stores (PASS, FCS) are moved along.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from incvec.addons.merging import Tensors, float_tensors, merge_incompatibility, pack_state, unpack_state
+from incvec.config import Options
+from incvec.contracts import AddOn, Batch, Group, Method, Schedule, Stage, Task, Terms, World
+from incvec.data.gaussians import GaussianSource, class_gaussians
+from incvec.data.select import class_means
+from incvec.methods.common import ExemplarMethod, ImageMethod, extract_features
+from incvec.methods.prototypes import PrototypeMethod
+from incvec.nets import ProxyHead
+
+SOURCE = "carried"  # draws of the classes' features
+STAGE = "carry-classifier"
+RIDGE = 1e-5  # added to variances, so that covariances have a Cholesky factor
+
+
+class CarryOptions(Options):
+    epochs: int = Field(20, ge=1, description="epochs of the classifier alone")
+    lr: float = Field(0.5, gt=0, description="its first learning rate, as a factor of the main stage's")
+    samples: int = Field(100, ge=1, description="draws per class and epoch")
+    drift: Literal["map", "class", "none"] = Field(
+        "map",
+        description="how statistics follow the features: an affine map; the map, and the mean residual of the class's "
+        "exemplars; or not at all",
+    )
+    ridge: float = Field(0.01, ge=0, description="of the map's linear part, relative to the variance of the features")
+
+
+class Displacement(NamedTuple):
+    """d(f) = offset + (f - center) slope, the expected displacement of a feature, and the covariance around it."""
+
+    center: Tensor
+    offset: Tensor
+    slope: Tensor
+    noise: Tensor
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return self.offset + (features - self.center) @ self.slope
+
+    def covariances(self, before: Tensor) -> Tensor:
+        """Covariances of features after the displacement, from those before it."""
+        turn = torch.eye(len(self.slope), dtype=self.slope.dtype, device=self.slope.device) + self.slope
+        return turn.T @ before @ turn + self.noise
+
+
+def fit_displacement(before: Tensor, after: Tensor, weights: Tensor, ridge: float) -> Displacement:
+    """The weighted ridge regression of `after - before` on `before`, in float64. An infinite ridge: a translation."""
+    x, moved, w = before.double(), (after - before).double(), (weights / weights.sum()).double()[:, None]
+    center, offset = (w * x).sum(0), (w * moved).sum(0)
+    x, residual = x - center, moved - offset
+    gram = x.T @ (w * x)
+    floor = ridge * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    slope = torch.linalg.solve(gram + floor * eye, x.T @ (w * residual))
+    residual = residual - x @ slope
+    return Displacement(center, offset, slope, residual.T @ (w * residual))
+
+
+def class_weights(labels: Tensor) -> Tensor:
+    """One over the number of samples of the sample's class."""
+    return 1 / torch.bincount(labels)[labels]
+
+
+def scaled_logits(method: ImageMethod, features: Tensor) -> Tensor:
+    """The class logits of features, multiplied as in the method's own loss."""
+    logits = method.class_logits(method.model.head(features))
+    if isinstance(method.model.head, ProxyHead):
+        return logits * method.model.head.scale
+    return logits / method.options.temperature if isinstance(method, PrototypeMethod) else logits
+
+
+class Carry(AddOn):
+    name = "carry"
+    summary = "carries feature statistics of old classes along, and trains the classifier on draws from all classes"
+    paper = (
+        "this project (docs/successor.md); classifiers from class Gaussians: Slow Learner with Classifier Alignment, "
+        "https://arxiv.org/abs/2303.05118"
+    )
+    Options = CarryOptions
+    options: CarryOptions
+
+    before: Tensors  # the model before the task, without rows of new classes
+    means: Tensor  # of the features of each class seen
+    factors: Tensor  # Cholesky factors of their covariances
+    shift: Tensor  # mean length of the last displacement of the means, relative to their norm
+
+    def __init__(self, options: CarryOptions, world: World, method: Method) -> None:
+        super().__init__(options, world, method)
+        self.before = {}
+        self.means = self.factors = torch.zeros(0, device=world.device)
+        self.shift = torch.zeros((), device=world.device)
+        if isinstance(method, ExemplarMethod):
+            setattr(method, "reported", "cnn")  # noqa: B010  a class variable; the trained classifier is reported
+
+    @classmethod
+    def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
+        reason = merge_incompatibility(cls.name, method, others)
+        if reason is None and (method.pretrained or not issubclass(method, ImageMethod)):
+            return f"it trains the head of a network trained from scratch, and {method.name} is pre-trained."
+        return reason
+
+    # The stage ------------------------------------------------------------------------------------------
+
+    def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
+        """The classifier comes last, before the method's final measurements."""
+        if task.index == 0:
+            return stages
+        o, main = self.options, next(stage for stage in stages if stage.role == "main")
+        classifier = main.replace(
+            name=STAGE,
+            role="align",
+            epochs=o.epochs,
+            groups=(Group(("model.head.blocks",), o.lr * main.groups[0].lr, main.groups[0].weight_decay),),
+            schedule=Schedule("cosine"),
+            source=SOURCE,
+            batchnorm="frozen",
+            owner=self.name,
+            loss=self.loss,
+        )
+        place = len(stages)
+        while stages[place - 1].role == "measure" and stages[place - 1].owner is None:
+            place -= 1
+        return [*stages[:place], classifier, *stages[place:]]
+
+    def begin_task(self, task: Task) -> None:
+        new = f"head.blocks.{task.index}."
+        live = float_tensors(self.method.model)
+        self.before = {name: t.detach().clone() for name, t in live.items() if not name.startswith(new)}
+
+    def begin_stage(self, task: Task, stage: Stage) -> Tensor | None:
+        if stage.owner != self.name:
+            return None
+        self.update(task)
+        return torch.arange(task.n_seen, device=self.world.device).repeat_interleave(self.options.samples)
+
+    def loss(self, batch: Batch) -> Terms:
+        """Cross-entropy of drawn features over all classes."""
+        return {"ce": F.cross_entropy(scaled_logits(cast(ImageMethod, self.method), batch.images), batch.labels)}
+
+    # Statistics -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, task: Task) -> None:
+        """Move the statistics of the old classes with the features, and compute those of the task's classes."""
+        method = cast(ImageMethod, self.method)
+        features, labels = method.new_class_features(task)
+        means, factors = class_gaussians(features, labels, range(task.n_new), RIDGE)
+        if task.index > 0:
+            old_means, old_factors = self.moved(task, features, labels)
+            means, factors = torch.cat([old_means, means]), torch.cat([old_factors, factors])
+            if "prototypes" in method.store:
+                method.store["prototypes"][: task.n_old] = old_means
+        self.means, self.factors = means, factors
+        self._add_source()
+
+    def moved(self, task: Task, new_features: Tensor, new_labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and factors of the old classes under the present weights."""
+        means, factors = self.means[: task.n_old], self.factors[: task.n_old]
+        if self.options.drift == "none":
+            return means, factors
+        method, world = cast(ImageMethod, self.method), self.world
+        start = self._model_before()
+        before = extract_features(start, world, method.rows_of(task.classes))
+        after, labels = new_features, new_labels + task.n_old
+        old = self._old_rows(task)
+        if len(old):
+            old_labels = world.train.labels[old]
+            old_before, old_after = (extract_features(model, world, old) for model in (start, method.model))
+            before, after = torch.cat([old_before, before]), torch.cat([old_after, after])
+            labels = torch.cat([old_labels, labels])
+        moves = fit_displacement(before, after, class_weights(labels), self.options.ridge)
+        shift = moves(means.double())
+        if self.options.drift == "class" and len(old):
+            residual = old_after - old_before - moves(old_before.double())
+            shift += class_means(residual, old_labels, task.n_old)
+        self.shift = (shift.norm(dim=1).mean() / means.norm(dim=1).mean()).float()
+        covariances = moves.covariances((factors @ factors.mT).double())
+        eye = torch.eye(means.shape[1], dtype=torch.float64, device=means.device)
+        return (means + shift).to(means), torch.linalg.cholesky(covariances + RIDGE * eye).to(means)
+
+    def _old_rows(self, task: Task) -> Tensor:
+        """Images of old classes: the exemplars, all of them for the oracle, or none."""
+        method = cast(ImageMethod, self.method)
+        if self.world.oracle:
+            return method.rows_of(range(task.n_old))
+        if not method.exemplars:
+            return torch.zeros(0, dtype=torch.int64, device=self.world.device)
+        rows = method.exemplar_rows()
+        return rows[self.world.train.labels[rows] < task.n_old]
+
+    def _model_before(self) -> nn.Module:
+        model = copy.deepcopy(self.method.model).requires_grad_(False).eval()
+        live = float_tensors(model)
+        for name, tensor in self.before.items():
+            live[name].copy_(tensor)
+        return model
+
+    def _add_source(self) -> None:
+        if len(self.means):
+            self.world.add_source(SOURCE, GaussianSource(self.means, self.factors))
+
+    def end_task(self, task: Task) -> None:
+        if task.index == 0:
+            self.update(task)
+        self.before = {}
+
+    # State ----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        return pack_state(before=self.before) | {"means": self.means, "factors": self.factors, "shift": self.shift}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.before = unpack_state(state, "before")
+        self.means, self.factors, self.shift = (state[name].clone() for name in ("means", "factors", "shift"))
+        self._add_source()
+
+    def statistics(self) -> dict[str, Any]:
+        """How far the means of old classes were moved, relative to their norm."""
+        return {"shift": float(f"{float(self.shift):.5g}")}

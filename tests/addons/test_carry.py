@@ -1,0 +1,144 @@
+"""Carried statistics: the displacement of features, what happens to old classes, and the classifier's stage."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from incvec.addons.carry import STAGE, Carry, class_weights, fit_displacement
+from incvec.contracts import Stage, Task
+from incvec.data import Dataset
+from incvec.data.select import class_means
+from incvec.methods.common import ImageMethod
+from tests.addons.tools import Tensors, run_on, same, snapshot, stage_names, state_of, watch
+
+
+def test_an_affine_displacement_is_found_exactly() -> None:
+    before = torch.randn(50, 4, dtype=torch.float64)
+    slope, offset = 0.1 * torch.randn(4, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    after = before + before @ slope + offset
+    moves = fit_displacement(before, after, torch.ones(50), ridge=0.0)
+    points = torch.randn(3, 4, dtype=torch.float64)
+    assert torch.allclose(moves(points), points @ slope + offset, atol=1e-8)
+    assert moves.noise.abs().max() < 1e-12
+    turn = torch.eye(4, dtype=torch.float64) + slope
+    covariance = torch.cov(before.T)
+    assert torch.allclose(moves.covariances(covariance), turn.T @ covariance @ turn, atol=1e-8)
+
+
+def test_a_large_ridge_leaves_a_translation_and_its_noise() -> None:
+    before = torch.randn(200, 3, dtype=torch.float64)
+    after = 2 * before + 1
+    moves = fit_displacement(before, after, torch.ones(200), ridge=1e9)
+    assert torch.allclose(moves(torch.zeros(1, 3).double()), (after - before).mean(0), atol=1e-6)
+    assert torch.allclose(moves.noise, torch.cov(before.T, correction=0), atol=1e-6)
+
+
+def test_every_class_has_the_same_weight() -> None:
+    labels = torch.tensor([0, 0, 0, 1])
+    weights = class_weights(labels)
+    assert torch.allclose(weights, torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
+    before = torch.zeros(4, 1)
+    moves = fit_displacement(before, torch.tensor([[1.0], [1.0], [1.0], [3.0]]), weights, 1.0)
+    assert math.isclose(float(moves(torch.zeros(1, 1).double())), 2.0, rel_tol=1e-6)
+
+
+class Watched:
+    """The model and the statistics of a run before and after each stage of the classifier."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.weights: list[tuple[Tensors, Tensors]] = []
+        self.carried: list[tuple[Tensor, Tensor]] = []
+        self.true_means: list[Tensor] = []
+        watch(patch, Carry, "begin_stage", after=self.begun)
+        watch(patch, Carry, "end_stage", before=self.ended)
+
+    def begun(self, addon: Carry, task: Task, stage: Stage) -> None:
+        if stage.name == STAGE:
+            self.start = state_of(addon.method.model)
+            self.carried.append((addon.means.clone(), addon.factors.clone()))
+            method = addon.method
+            assert isinstance(method, ImageMethod)
+            features = [method.new_class_features(each) for each in addon.world.tasks[: task.index + 1]]
+            self.true_means.append(torch.cat([class_means(f, y, int(y.max()) + 1) for f, y in features]))
+
+    def ended(self, addon: Carry, task: Task, stage: Stage) -> None:
+        if stage.name == STAGE:
+            self.weights.append((self.start, state_of(addon.method.model)))
+
+
+@pytest.mark.parametrize("method", ["podnet", "mrfa", "pass"])
+def test_only_the_classifier_is_trained_and_it_comes_last(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Watched(monkeypatch)
+    run = run_on(few, tmp_path, method, "carry")
+    assert [stage_names(run, task)[-1] == STAGE for task in range(3)] == [False, True, True]
+    for before, after in seen.weights:
+        changed = {name for name in after if not torch.equal(after[name], before[name])}
+        assert changed
+        assert all(name.startswith("head.blocks.") for name in changed)
+    same(snapshot(run, 2), seen.weights[-1][1])
+    for (means, factors), classes in zip(seen.carried, (4, 6), strict=True):
+        assert len(means) == len(factors) == classes
+
+
+@pytest.mark.parametrize("method", ["podnet", "pass"])
+def test_carried_means_are_closer_to_the_true_ones_than_stored_ones(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The true means of old classes are those of images that the run no longer has."""
+    errors: dict[str, float] = {}
+    for drift in ("none", "map"):
+        with monkeypatch.context() as patch:
+            seen = Watched(patch)
+            run_on(few, tmp_path / drift, method, "carry", carry={"drift": drift}, tasks=1)
+        (means, _), true = seen.carried[0], seen.true_means[0]
+        assert torch.allclose(means[2:], true[2:], atol=1e-5)  # new classes: their own images
+        errors[drift] = float((means[:2] - true[:2]).norm())
+    assert errors["map"] < 0.7 * errors["none"]
+
+
+def test_the_oracle_carries_means_exactly_class_by_class(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all old images, so with the residual of each class nothing is left to guess."""
+    seen = Watched(monkeypatch)
+    run_on(few, tmp_path, "podnet", "carry", carry={"drift": "class"}, oracle=True)
+    for (means, _), true in zip(seen.carried, seen.true_means, strict=True):
+        assert torch.allclose(means, true, atol=1e-4)
+
+
+def test_prototypes_of_the_method_move_along(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored: list[tuple[Tensor, Tensor]] = []
+
+    def note(addon: Carry, task: Task, stage: Stage) -> None:
+        if stage.name == STAGE:
+            stored.append((addon.method.store["prototypes"][: task.n_old].clone(), addon.means[: task.n_old].clone()))
+
+    watch(monkeypatch, Carry, "end_stage", note)
+    run_on(few, tmp_path, "pass", "carry")
+    assert len(stored) == 2
+    for prototypes, means in stored:
+        assert torch.equal(prototypes, means)
+
+
+@pytest.mark.parametrize(("addons", "reported"), [((), "nme"), (("carry",), "cnn")])
+def test_the_trained_classifier_is_reported(
+    addons: tuple[str, ...], reported: str, few: Dataset, tmp_path: Path
+) -> None:
+    run = run_on(few, tmp_path, "mrfa", *addons, tasks=1)
+    assert next(iter(run.progress.correct)) == reported
+
+
+def test_it_learns_from_the_draws(few: Dataset, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 10, "samples": 40}
+    run = run_on(few, tmp_path, "mrfa", "carry", carry=options, mrfa={"epochs": 6})
+    losses = [row["terms"]["ce"] for row in run.progress.losses if row["stage"] == STAGE]
+    assert len(losses) == 2
+    assert all(row[-1] < row[0] for row in losses)
