@@ -35,7 +35,7 @@ These numbers are not CLIP's, and not comparable with the paper's. Commands:
 TIMES = """### Time on the GPU, in minutes
 
 Mean of the records, without waiting. The base task is trained once per method and seed. Runs shared the GPU with
-others, so a run that has it to itself takes less."""
+others, so a run that has it to itself takes less. A task that was interrupted counts from its last resume."""
 INTRODUCTION = """# Reproduced
 
 Made from the records in this folder by `python -m incvec.study.reproduced results`; do not edit. Values in

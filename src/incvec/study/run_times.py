@@ -61,6 +61,6 @@ def time_table(dataset: str, records: Records) -> Table | None:
 
 
 def is_timed(record: Record) -> bool:
-    """On a GPU, and with the time of every task: a run that was resumed or started elsewhere lacks some."""
+    """On a GPU, and with the time of every task: a run that started from another's snapshot lacks some."""
     complete = len(record.get("task_seconds") or []) == len(record["accuracy"])
     return complete and str(record["environment"].get("device")).startswith("NVIDIA")
