@@ -32,7 +32,7 @@ from incvec.records import find_records, read_record
 from incvec.study.geometry.snapshots import last_task, load_snapshot
 
 CLASSES, TRAIN, TEST, SEED = 50, 200, 100, 28
-KEPT = ("method", "addons", "oracle", "accuracy", "metrics", "correct", "versions", "commit")
+KEPT = ("method", "addons", "oracle", "accuracy", "metrics", "correct")
 Row = dict[str, Any]
 
 
@@ -69,17 +69,20 @@ def compact(record: Any) -> Row:
     row["metrics"] = {name: round(record["metrics"][name], 4) for name in ("AA", "LA", "FM")}
     row["accuracy"] = [[round(value, 2) for value in values] for values in record["accuracy"]]
     row["config"] = {name: config[name] for name in (record["method"], *record["addons"])} | {"seed": config["seed"]}
+    environment = record["environment"]
+    row["environment"] = {"commit": environment["commit"], "torch": environment["versions"]["torch"]}
     row["seconds"] = round(sum(stage["seconds"] for stage in record["losses"] if stage["task"] > 0), 1)
     return row
 
 
 def collect(folder: str, target: str) -> None:
+    """Add the folder's runs to the file. A run that it has already is replaced."""
     content = read(Path(target))
-    known = [json.dumps([row["addons"], row["oracle"], row["config"]]) for row in content["runs"]]
+    runs = {json.dumps([row["addons"], row["oracle"], row["config"]]): row for row in content["runs"]}
     for path in find_records([Path(folder)]):
         row = compact(read_record(path))
-        if json.dumps([row["addons"], row["oracle"], row["config"]]) not in known:
-            content["runs"].append(row)
+        runs[json.dumps([row["addons"], row["oracle"], row["config"]])] = row
+    content["runs"] = list(runs.values())
     write(Path(target), content)
 
 

@@ -69,9 +69,8 @@ class IVTAddOn(AddOn):
             probe=lambda: world.probe(INPUT_BATCHES),
         )
         self.plugin.silence("idle")  # `notice` says it before training
-        self.statistics_before: dict[
-            str, Tensor
-        ] = {}  # during the Fisher pass; never saved, since the pass has one epoch
+        # During the Fisher pass; never saved, since the pass has one epoch.
+        self.statistics_before: dict[str, Tensor] = {}
         self.recalibration: Recalibration | None = None  # during its stage; never saved
         self._statistics: dict[str, Any] = {}
 
