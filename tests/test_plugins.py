@@ -209,7 +209,7 @@ def test_classes_are_checked(cls: type, expected: str | None) -> None:
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"unknown method 'podnett'. Did you mean 'podnet'\? Methods: bic, ewc"):
         find_method("podnett")
-    with pytest.raises(ConfigError, match=r"unknown add-on 'itv'. Did you mean 'ivt'\? Add-ons: cofima"):
+    with pytest.raises(ConfigError, match=r"unknown add-on 'itv'. Did you mean 'ivt'\? Add-ons: carry, cofima"):
         find_addon("itv")
 
 
