@@ -90,6 +90,12 @@ def class_weights(labels: Tensor) -> Tensor:
     return 1 / torch.bincount(labels)[labels]
 
 
+def report_trained(method: Method) -> None:
+    """Let the method report the classifier that is trained, not the nearest mean."""
+    if isinstance(method, ExemplarMethod):
+        setattr(method, "reported", "cnn")  # noqa: B010  a class variable
+
+
 def scaled_logits(method: ImageMethod, features: Tensor) -> Tensor:
     """The class logits of features as the model computes them, multiplied as in the method's own loss."""
     logits = method.model.head(features)
@@ -121,8 +127,7 @@ class Carry(AddOn):
         self.before = {}
         self.means = self.factors = torch.zeros(0, device=world.device)
         self.shift = torch.zeros((), device=world.device)
-        if isinstance(method, ExemplarMethod):
-            setattr(method, "reported", "cnn")  # noqa: B010  a class variable; the trained classifier is reported
+        report_trained(method)
 
     @classmethod
     def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
