@@ -1,4 +1,4 @@
-"""The tables of docs/successor.md are those of its runs."""
+"""The tables of docs/successor.md are those of its runs, and its sweeps are those that it describes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import json
 import runpy
 from pathlib import Path
 from statistics import fmean
+
+import pytest
+
+from incvec.cli.sweep import plan
+from incvec.methods import find_method
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -30,3 +35,16 @@ def test_classifiers_of_the_records() -> None:
             fmean(sum(record["correct"][kind][-1]) / 100 for record in records) for kind in ("cnn", "nme")
         )
         assert f"| {title} | {trained:.2f} | {nearest:.2f} | {trained - nearest:.2f} |" in page
+
+
+@pytest.mark.parametrize("name", ["successor-selection", "successor"])
+def test_sweeps_compare_at_equal_memory(name: str) -> None:
+    configs = [config for _, config in plan(name, [])]
+    assert {config.method for config in configs if "carry" in config.addons} == {"podnet", "mrfa", "pass"}
+    for config in configs:
+        selects = name == "successor-selection"
+        assert (config.held_out, config.order_seed == 7) == ((10, True) if selects else (None, False))
+        if find_method(config.method).exemplars and not config.oracle:
+            assert config.sections[config.method]["memory"] == (17 if "carry" in config.addons else 20)
+    per_class = 4 * (64 + 64 * 65 // 2)  # mean and symmetric covariance of 64 features, in float32
+    assert 17 * 3 * 32 * 32 + per_class <= 20 * 3 * 32 * 32

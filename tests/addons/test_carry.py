@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from incvec.addons.carry import STAGE, Carry, class_weights, fit_displacement
+from incvec.addons.carry import STAGE, Carry, class_weights, fit_displacement, scaled_logits
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.data.select import class_means
@@ -114,18 +114,38 @@ def test_the_oracle_carries_means_exactly_class_by_class(
         assert torch.allclose(means, true, atol=1e-4)
 
 
-def test_prototypes_of_the_method_move_along(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["pass", "fcs"])
+def test_prototypes_of_the_method_are_the_carried_means(
+    method: str, few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the main stage trains with, whatever the method does with them at the end of a task."""
     stored: list[tuple[Tensor, Tensor]] = []
 
     def note(addon: Carry, task: Task, stage: Stage) -> None:
-        if stage.name == STAGE:
-            stored.append((addon.method.store["prototypes"][: task.n_old].clone(), addon.means[: task.n_old].clone()))
+        if stage.role == "main":
+            stored.append((addon.method.store["prototypes"].clone(), addon.means.clone()))
 
-    watch(monkeypatch, Carry, "end_stage", note)
-    run_on(few, tmp_path, "pass", "carry")
+    watch(monkeypatch, Carry, "begin_stage", note)
+    run_on(few, tmp_path, method, "carry")
     assert len(stored) == 2
     for prototypes, means in stored:
         assert torch.equal(prototypes, means)
+
+
+@pytest.mark.parametrize(("method", "factor"), [("bic", 1.0), ("podnet", None), ("pass", 10.0), ("ssre", 10.0)])
+def test_logits_of_the_stage_are_those_of_the_model_as_the_loss_scales_them(
+    method: str, factor: float | None, few: Dataset, tmp_path: Path
+) -> None:
+    run = run_on(few, tmp_path, method, "carry", tasks=1)
+    assert run.state is not None
+    trained: Any = run.state.parts.method.eval()
+    if method == "bic":
+        trained.model.corrections[1].alpha.data.fill_(0.5)
+    images = trained.world.train.fetch(torch.arange(4), None, ("test",)).images
+    with torch.no_grad():
+        features, scores = trained.model(images).features, trained(images)["cnn"]
+        expected = scores * (trained.model.head.scale if factor is None else factor)
+        assert torch.allclose(scaled_logits(trained, features), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("addons", "reported"), [((), "nme"), (("carry",), "cnn")])

@@ -160,6 +160,7 @@ def test_every_order_of_two_addons_is_accepted_or_refused() -> None:
         refused = (
             (first in DEPLOYING and second in (*DEPLOYING, *REPLACING))
             or {first, second} == {"cofima", "fisher-merge"}
+            or (first == "carry" and second in REPLACING)
         )  # fmt: skip
         if refused:
             with pytest.raises(
@@ -181,6 +182,7 @@ def test_sweep_of_merges_contains_all_of_them() -> None:
 def test_incompatibility_names_the_other_addon() -> None:
     podnet, joint = find_method("podnet"), find_method("joint")
     assert "name cofima before it" in (merge_incompatibility("cofima", podnet, ["ivt", "magmax"]) or "")
+    assert "name eopc before it" in (merge_incompatibility("eopc", podnet, ["carry"]) or "")
     assert "imm deploys one already" in (merge_incompatibility("magmax", podnet, ["imm"]) or "")
     assert "use one of the two" in (merge_incompatibility("fisher-merge", podnet, ["cofima"]) or "")
     assert "joint trains all classes as one task" in (merge_incompatibility("magmax", joint, []) or "")

@@ -131,6 +131,7 @@ def test_ivt_has_a_past_at_the_first_new_task(photos: str | None, files: Path, t
         ({"backbone": "torchvision/resnet18"}, "does not contain the weights of torchvision/resnet18"),
         ({"method": "replay"}, "needs photos of the checkpoint's classes: give --photos, or .*lwf"),
         ({"method": "lucir", "photos": "old"}, "does not classify with one linear row per class"),
+        ({"addons": ("carry",), "photos": "old"}, "'carry' needs what it measures when the first classes are trained"),
         ({"photos": "later"}, "has a folder 'four': expected one folder for each of the 3 class names"),
     ],
 )

@@ -19,10 +19,13 @@ from tests.cli.conftest import invoke, message
 from tests.conftest import make_run, quick
 
 
-@pytest.mark.parametrize("method", ["icarl", "pass"])
-def test_predictions_are_those_of_the_run(method: str, few: Dataset, tmp_path: Path) -> None:
-    run = make_run(few, tmp_path / "run", quick(method, "ivt"))
+@pytest.mark.parametrize(
+    ("method", "addon", "reported"), [("icarl", "ivt", "nme"), ("icarl", "carry", "cnn"), ("pass", "ivt", "cnn")]
+)
+def test_predictions_are_those_of_the_run(method: str, addon: str, reported: str, few: Dataset, tmp_path: Path) -> None:
+    run = make_run(few, tmp_path / "run", quick(method, addon))
     record = finish(run)
+    assert record["classifier"] == reported
     done = invoke("export", tmp_path / "run" / "snapshots" / "task-02.safetensors")
     assert done.exit_code == 0, done.output
     classifier = Classifier.load(tmp_path / "run" / "model-02", "cpu")

@@ -13,7 +13,7 @@ The statistics stay exact as far as the features stay, so it can be combined wit
 `--addon ivt --addon carry`. It works with and without exemplars. For 64 features a class takes 2,144 numbers (the
 covariance is symmetric), 8,576 bytes, as much as 2.8 exemplars of 32 x 32 pixels: 17 exemplars with it take no more
 memory than 20 without. The classifier that it trains is the one reported, also for methods that report the nearest mean
-of exemplars. Prototypes that a method stores (PASS, FCS) are moved along.
+of exemplars. Prototypes that a method stores (PASS, FCS, SSRE) are the carried means when the next task begins.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Schedule, Stage, Task, Terms, World
 from incvec.data.gaussians import GaussianSource, class_gaussians
 from incvec.data.select import class_means
+from incvec.methods.bic import BiC
 from incvec.methods.common import ExemplarMethod, ImageMethod, extract_features
 from incvec.methods.prototypes import PrototypeMethod
+from incvec.methods.ssre import SSRE
 from incvec.nets import ProxyHead
 
 SOURCE = "carried"  # draws of the classes' features
@@ -88,12 +90,21 @@ def class_weights(labels: Tensor) -> Tensor:
     return 1 / torch.bincount(labels)[labels]
 
 
+def report_trained(method: Method) -> None:
+    """Let the method report the classifier that is trained, not the nearest mean."""
+    if isinstance(method, ExemplarMethod):
+        setattr(method, "reported", "cnn")  # noqa: B010  a class variable
+
+
 def scaled_logits(method: ImageMethod, features: Tensor) -> Tensor:
-    """The class logits of features, multiplied as in the method's own loss."""
-    logits = method.class_logits(method.model.head(features))
+    """The class logits of features as the model computes them, multiplied as in the method's own loss."""
+    logits = method.model.head(features)
+    if isinstance(method, BiC):
+        logits = method.model.corrected(logits)
+    logits = method.class_logits(logits)
     if isinstance(method.model.head, ProxyHead):
         return logits * method.model.head.scale
-    return logits / method.options.temperature if isinstance(method, PrototypeMethod) else logits
+    return logits / method.options.temperature if isinstance(method, PrototypeMethod | SSRE) else logits
 
 
 class Carry(AddOn):
@@ -116,8 +127,7 @@ class Carry(AddOn):
         self.before = {}
         self.means = self.factors = torch.zeros(0, device=world.device)
         self.shift = torch.zeros((), device=world.device)
-        if isinstance(method, ExemplarMethod):
-            setattr(method, "reported", "cnn")  # noqa: B010  a class variable; the trained classifier is reported
+        report_trained(method)
 
     @classmethod
     def incompatibility(cls, method: type[Method], others: Sequence[str]) -> str | None:
@@ -153,6 +163,8 @@ class Carry(AddOn):
         new = f"head.blocks.{task.index}."
         live = float_tensors(self.method.model)
         self.before = {name: t.detach().clone() for name, t in live.items() if not name.startswith(new)}
+        if "prototypes" in self.method.store:  # here, since FCS moves its own at the end of a task
+            self.method.store["prototypes"][: task.n_old] = self.means[: task.n_old]
 
     def begin_stage(self, task: Task, stage: Stage) -> Tensor | None:
         if stage.owner != self.name:
@@ -175,8 +187,6 @@ class Carry(AddOn):
         if task.index > 0:
             old_means, old_factors = self.moved(task, features, labels)
             means, factors = torch.cat([old_means, means]), torch.cat([old_factors, factors])
-            if "prototypes" in method.store:
-                method.store["prototypes"][: task.n_old] = old_means
         self.means, self.factors = means, factors
         self._add_source()
 
@@ -201,7 +211,8 @@ class Carry(AddOn):
             residual = old_after - old_before - moves(old_before.double())
             shift += class_means(residual, old_labels, task.n_old)
         self.shift = (shift.norm(dim=1).mean() / means.norm(dim=1).mean()).float()
-        covariances = moves.covariances((factors @ factors.mT).double())
+        factors = factors.double()  # before the product, whose rounding may exceed RIDGE
+        covariances = moves.covariances(factors @ factors.mT)
         eye = torch.eye(means.shape[1], dtype=torch.float64, device=means.device)
         return (means + shift).to(means), torch.linalg.cholesky(covariances + RIDGE * eye).to(means)
 

@@ -2,10 +2,10 @@
 
 Replacing add-ons (`eopc`, `cofima`, `fisher-merge`; `carry`: the classifier) replace weights of the model after the
 method's own stages, and training continues from there. Each does so at the end of a stage that it adds, so several of
-them act one after the other, in the order in which they are named. A measurement of the method at the end of a task
-(EWC's Fisher) comes after them. Deploying add-ons (`magmax`, `imm`) do not change training; they merge the weights at
-the end of each task. There can be one of them, named last. `ivt` acts within the method's own stages and can be named
-anywhere.
+them act one after the other, in the order in which they are named, with `carry` as the last. A measurement of the
+method at the end of a task (EWC's Fisher) comes after them. Deploying add-ons (`magmax`, `imm`) do not change training;
+they merge the weights at the end of each task. There can be one of them, named last. `ivt` acts within the method's own
+stages and can be named anywhere.
 
 F is the diagonal of the mean over batches of g^2, with g the gradient of the cross-entropy of the task's images over
 all classes seen. BatchNorm is frozen, so measuring changes nothing.
@@ -76,6 +76,8 @@ def merge_incompatibility(name: str, method: type[Method], others: Sequence[str]
         return f"only one merge can be deployed, and {deploying[0]} deploys one already."
     if name in REPLACING and deploying:
         return f"{deploying[0]} merges the weights a task ends with, which {name} replaces; name {name} before it."
+    if name in REPLACING and "carry" in others:
+        return f"carry fits the classifier to weights that {name} would replace; name {name} before it."
     weighted = [other for other in others if other in FISHER_WEIGHTED]
     if name in FISHER_WEIGHTED and weighted:
         return f"{weighted[0]} has already merged the task's weights by their Fisher; use one of the two."

@@ -20,6 +20,7 @@ from incvec.nets import LinearHead
 from incvec.nets.pretrained import copy_state, read_state, split_checkpoint
 from incvec.text_files import read_text
 
+CONTINUED = ("ivt", "eopc")  # add-ons that need no training of the first classes
 NEED_NO_PHOTOS = ("lwf", "finetune")  # methods that store nothing but weights after a task
 
 
@@ -55,6 +56,12 @@ def adopt(
         )
     learning = Learning(folder, settings, None, device, progress)
     draft = make_draft(settings, None, classes, (len(classes),), resolve_sections(settings))
+    for addon in settings.addons:
+        if addon not in CONTINUED:
+            raise ConfigError(
+                f"the add-on {addon!r} needs what it measures when the first classes are trained, and this network was "
+                f"trained elsewhere; use {' or '.join(CONTINUED)}, or none."
+            )
     new = load_known(draft, photos, progress)
     dataset, rows = make_dataset(settings, classes, 0, new, [])
     target = pick_device(device)

@@ -96,6 +96,10 @@ def build_network(description: Description, tensors: Mapping[str, Tensor], devic
         class_names=description.classes,
     )
     method = kind(config.options(description.method, kind.Options), world)
+    if "carry" in description.addons:
+        from incvec.addons.carry import report_trained  # other networks do not need it
+
+        report_trained(method)
     for task in world.tasks:
         method.task = task
         method.grow(task)

@@ -319,6 +319,7 @@ class Core:
     ) -> dict[str, Tensor]:
         fisher, counts = {name: self.fisher.sums[name] for name in self.fisher.seen}, self.fisher.counts()
         teleports = self.teleports if in_task else []
+        rows = [row.to(teleports[0][2].device) for *_, row in teleports]  # those of a loaded state are where it was
         return pack(
             State(
                 task=task,
@@ -332,7 +333,7 @@ class Core:
                 buffers=self.buffers,
                 grown={name: torch.ones(1) for name in grown},
                 steps=torch.stack([counts[name] for name in sorted(fisher)]) if fisher else torch.zeros(0),
-                teleports=torch.stack([row for *_, row in teleports]) if teleports else torch.zeros(0, 3),
+                teleports=torch.stack(rows) if rows else torch.zeros(0, 3),
                 teleport_epochs=torch.tensor([row[:2] for row in teleports], dtype=torch.int64).view(-1, 2),
             )
         )

@@ -68,9 +68,12 @@ class CorrectedClassifier(Classifier):
 
     def forward(self, images: Tensor) -> Output:
         maps, features, logits = super().forward(images)
+        return Output(maps, features, self.corrected(logits))
+
+    def corrected(self, logits: Tensor) -> Tensor:
+        """The head's logits, those of each task with its correction."""
         parts = logits.split([len(block.weight) for block in self.head], dim=1)
-        corrected = [correct(part) for correct, part in zip(self.corrections, parts, strict=True)]
-        return Output(maps, features, torch.cat(corrected, dim=1))
+        return torch.cat([correct(part) for correct, part in zip(self.corrections, parts, strict=True)], dim=1)
 
 
 class BiC(ExemplarMethod):
