@@ -18,7 +18,7 @@ from incvec.errors import ConfigError, TrainingError
 
 NAMESPACE = "incvec"
 POLL_INTERVAL = 0.5  # seconds
-PATIENCE = 120.0  # seconds for a coordinator to be started again on another node
+RESTART_TIMEOUT = 120.0  # seconds for a coordinator to be started again on another node
 
 
 def connect(address: str | None) -> bool:
@@ -63,19 +63,19 @@ class Sweep:
         """The events of all runs, until the sweep has ended. The coordinator may be restarted meanwhile."""
         import ray
 
-        version, incarnation, patience = 0, "", 0.0
+        version, incarnation, unavailable_since = 0, "", 0.0
         while True:
             try:
-                progress = ray.get(self.coordinator.progress.remote(version), timeout=PATIENCE)
+                progress = ray.get(self.coordinator.progress.remote(version), timeout=RESTART_TIMEOUT)
             except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
-                patience = patience or time.monotonic()
-                if time.monotonic() - patience > PATIENCE:
+                unavailable_since = unavailable_since or time.monotonic()
+                if time.monotonic() - unavailable_since > RESTART_TIMEOUT:
                     raise TrainingError(LOST) from None
                 time.sleep(POLL_INTERVAL)
                 continue
             except ray.exceptions.RayError:
                 raise TrainingError(LOST) from None
-            patience = 0.0
+            unavailable_since = 0.0
             if incarnation not in ("", progress.incarnation):
                 version, incarnation = 0, progress.incarnation
                 continue
@@ -92,7 +92,7 @@ class Sweep:
         import ray
 
         with suppress(ray.exceptions.RayError):
-            ray.get(self.coordinator.ended.remote(), timeout=PATIENCE)
+            ray.get(self.coordinator.ended.remote(), timeout=RESTART_TIMEOUT)
         ray.kill(self.coordinator, no_restart=True)
 
 
@@ -180,7 +180,7 @@ def find(name: str) -> Any:
 
 
 def wait_until_gone(name: str) -> None:
-    limit = time.monotonic() + PATIENCE
+    limit = time.monotonic() + RESTART_TIMEOUT
     while find(name) is not None and time.monotonic() < limit:
         time.sleep(0.1)
 

@@ -27,7 +27,7 @@ from incvec.engine.sweep import base_group
 from incvec.errors import IncvecError, StorageError, TrainingError
 from incvec.registry import load_plugin
 
-SUPERVISION_INTERVAL = 1.0  # seconds between two looks at the cluster
+SUPERVISION_INTERVAL = 1.0  # seconds between two checks of the cluster
 BUSY_DELAY = 10.0  # seconds until a run that another process works on is tried again
 ENDING_TIME = 30.0  # seconds for a worker to end by itself
 MAX_FAILED_STARTS = 6  # workers in a row that ended before they asked for a run
@@ -200,7 +200,7 @@ class Coordinator:
                 event = ev.Finished(summary, str(path), already=True)
                 self._publish(run, event)
                 self._judge(run, event)
-        # A base may be missing although a run that trained it is finished: the first unfinished run looks for it.
+        # A base may be missing although a run that trained it is finished: the first unfinished run checks for it.
         self.queue.ready.clear()
 
     def _slots(self) -> tuple[int, dict[str, float]]:
