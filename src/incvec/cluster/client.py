@@ -96,7 +96,10 @@ class Sweep:
         ray.kill(self.coordinator, no_restart=True)
 
 
-LOST = "the coordinator of the sweep is lost. Give the same command again: finished runs and checkpoints are kept."
+LOST = (
+    "the coordinator of the sweep is lost, or the sweep was stopped. Give the same command again to go on: finished "
+    "runs and checkpoints are kept."
+)
 
 
 def start(sweep: ClusterSweep) -> Sweep:
