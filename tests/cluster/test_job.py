@@ -134,11 +134,24 @@ def test_at_once_is_for_this_machine(tmp_path: Path) -> None:
     assert "--per-gpu" in message(result)
 
 
-@pytest.mark.parametrize("option", [["--storage", "s3://a"], ["--workers", "2"], ["--download"]])
+@pytest.mark.parametrize("option", [["--storage", "s3://a"], ["--workers", "2"], ["--cores", "2"], ["--download"]])
 def test_options_of_a_cluster_need_one(option: list[str], tmp_path: Path) -> None:
     result = invoke("sweep", "digits", *option, "--out", tmp_path)
     assert result.exit_code == 1
     assert f"{option[0]}: only with --on ray" in message(result)
+
+
+@pytest.mark.parametrize("option", [["--partition", "a"], ["--nodes", "2"], ["--gpus-per-node", "0"], ["--sbatch=-x"]])
+def test_options_of_slurm_need_it(option: list[str], tmp_path: Path) -> None:
+    result = invoke("sweep", "digits", "--on", "ray", *option, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert f"{option[0].partition('=')[0]}: only with --on slurm" in message(result)
+
+
+def test_a_slurm_job_has_its_own_cluster(tmp_path: Path) -> None:
+    result = invoke("sweep", "digits", "--on", "slurm", "--address", "10.0.0.1:6379", "--dry-run", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "--address: only with --on ray" in message(result)
 
 
 def test_data_source_needs_a_place_on_the_nodes(tmp_path: Path) -> None:

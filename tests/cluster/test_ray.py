@@ -64,8 +64,9 @@ def test_killed_driver(cluster: LocalCluster, local: Path, tmp_path: Path) -> No
     before = len(list(out.glob("*/record.json")))
     workers = {pid for _, pid, _ in cluster.workers()}
     until(lambda: len(list(out.glob("*/record.json"))) > before)  # without any driver
+    assert workers
+    assert workers <= {pid for _, pid, _ in cluster.workers()}  # the same processes
     attached = sweep(*cluster.options(out), "--attach")
-    assert workers  # the same processes to the end
     assert attached.count("finished digits") == RUNS
     same_sweep(out, local)
     assert trained_bases(out) == BASES
@@ -111,6 +112,21 @@ def test_killed_coordinator(cluster: LocalCluster, local: Path, tmp_path: Path) 
     same_sweep(out, local)
 
 
+def test_stopped_sweep(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """--stop ends the workers and the command that follows the sweep; the same command goes on."""
+    out = tmp_path / "out"
+    driver = start(tmp_path / "log", *cluster.options(out))
+    until(lambda: list(out.glob("*/record.json")))
+    workers = [pid for _, pid, _ in cluster.workers()]
+    assert "has ended" in sweep(*cluster.options(out), "--stop")
+    assert driver.wait(60) == 1
+    assert "was stopped" in " ".join((tmp_path / "log").read_text().split())
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), seconds=30)
+    assert len(list(out.glob("*/record.json"))) < RUNS
+    sweep(*cluster.options(out))
+    same_sweep(out, local)
+
+
 def test_storage_at_an_address(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
     """Nodes without a common folder: everything goes through the address, and a killed node's run continues from it."""
     remote = tmp_path / "remote"
@@ -129,7 +145,7 @@ def test_storage_at_an_address(cluster: LocalCluster, local: Path, tmp_path: Pat
 def test_failures_of_runs_are_reported_and_others_go_on(cluster: LocalCluster, tmp_path: Path) -> None:
     """A learning rate at which the loss is not finite; nothing is tried twice, and the exit code is 1."""
     file = tmp_path / "sweep.yaml"
-    settings = "net: tiny, epochs: 2"
+    settings = "net: tiny, epochs: 2, weight_decay: 0"
     file.write_text(f"runs: [{{method: finetune, dataset: digits, finetune: {{{settings}, lr: [0.05, 1.0e+30]}}}}]")
     done = subprocess.run(
         command("sweep", file, "--on", "ray", "--address", cluster.address, "--out", tmp_path / "out"),

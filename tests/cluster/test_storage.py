@@ -99,8 +99,7 @@ def test_what_is_not_stored_is_missing(address: str, tmp_path: Path) -> None:
     storage = Storage(address, tmp_path / "scratch")
     assert storage.read_record("run") is None
     storage.prepare("run")
-    storage.finish("run")
-    assert not (tmp_path / "scratch/run/checkpoint.safetensors").exists()
+    assert not (tmp_path / "scratch/run").exists()
 
 
 def test_a_failing_storage_is_tried_again_then_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +146,54 @@ def test_scratch_folders_of_killed_workers_are_removed(tmp_path: Path, monkeypat
         assert not left.exists()
         assert folder.is_dir()
     assert not (tmp_path / "incvec-sweep").exists()
+
+
+def test_scratch_folder_that_a_starting_worker_took_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the creation of the lock file and its lock, another worker may take the folder for a leftover."""
+    monkeypatch.setenv("INCVEC_SCRATCH", str(tmp_path))
+    original, removed = module.FileLock.acquire, []
+
+    def too_late(lock: module.FileLock) -> bool:
+        acquired = original(lock)
+        if not removed:
+            removed.append(lock.path)
+            shutil.rmtree(lock.path.parent)
+        return acquired
+
+    monkeypatch.setattr(module.FileLock, "acquire", too_late)
+    with scratch_folder("sweep", "worker") as folder:
+        assert removed == [folder / ".lock"]
+        assert (folder / ".lock").exists()
+
+
+def test_scratch_folder_of_another_user_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody may create names in the folder of temporary files, also links to folders of ours."""
+    monkeypatch.setenv("INCVEC_SCRATCH", str(tmp_path / "scratch"))
+    ours = tmp_path / "home/project"
+    ours.mkdir(parents=True)
+    (ours / ".lock").touch()
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch/incvec-sweep").symlink_to(tmp_path / "home")
+    with pytest.raises(StorageError, match="Set INCVEC_SCRATCH"), scratch_folder("sweep", "worker"):
+        pass
+    assert ours.exists()
+    (tmp_path / "scratch/incvec-sweep").unlink()
+    (tmp_path / "scratch/incvec-sweep/no-lock").mkdir(parents=True)
+    with scratch_folder("sweep", "worker"):
+        assert (tmp_path / "scratch/incvec-sweep/no-lock").exists()  # not made by a worker
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRIES", ())
+    storage = Storage(f"file://{tmp_path}/remote", tmp_path / "scratch")
+    (tmp_path / "scratch/run").mkdir(parents=True)
+
+    def refuse(_: str) -> None:
+        raise PermissionError(errno.EACCES, "refused")
+
+    monkeypatch.setattr(storage._files, "rm_file", refuse)
+    storage.finish("run")
+    assert not (tmp_path / "scratch/run").exists()
 
 
 def test_address_of_an_unknown_kind() -> None:

@@ -97,10 +97,11 @@ def follow(sweep: client.Sweep, options: Options, own: bool = False) -> int:
         if not own:
             say("the sweep continues on the cluster: --attach shows its progress again, --stop ends it")
         raise
+    failed = report_failed(runs, console)
+    sweep.close()
     if "://" in sweep.storage:
         copy_records(sweep, options.out)
-    sweep.close()
-    return report_failed(runs, console)
+    return failed
 
 
 def copy_records(sweep: client.Sweep, out: Path) -> None:

@@ -147,11 +147,22 @@ def sweep(
         "--storage": storage,
         "--per-gpu": per_gpu,
         "--workers": workers,
+        "--cores": cores > 1,
         "--download": download,
         "--data-source": data_source,
     }
     if on is Where.LOCAL and not attach and not stop and (unused := [key for key, value in given.items() if value]):
         raise ConfigError(f"{', '.join(unused)}: only with --on ray or --on slurm.")
+    of_slurm = {
+        "--partition": partition is not None,
+        "--nodes": nodes > 1,
+        "--gpus-per-node": gpus_per_node is not None,
+        "--sbatch": bool(sbatch),
+    }
+    if on is not Where.SLURM and (unused := [key for key, value in of_slurm.items() if value]):
+        raise ConfigError(f"{', '.join(unused)}: only with --on slurm.")
+    if on is Where.SLURM and address is not None:
+        raise ConfigError("--address: only with --on ray; a Slurm job starts its own cluster.")
     if data_source is not None and data_root is None:
         raise ConfigError("--data-source needs --data-root, the folder of each node that it is copied to.")
     if (on is Where.LOCAL and not attach and not stop) or (dry_run and on is not Where.SLURM):

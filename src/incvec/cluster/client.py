@@ -18,12 +18,12 @@ from incvec.errors import ConfigError, TrainingError
 
 NAMESPACE = "incvec"
 POLL_INTERVAL = 0.5  # seconds
-PATIENCE = 120.0  # seconds for a coordinator to be started again on another node
+RESTART_TIMEOUT = 120.0  # seconds for a coordinator to be started again on another node
 
 
 def connect(address: str | None) -> bool:
     """Connect to the cluster at the address, or that of RAY_ADDRESS. Returns True if it started one on this machine."""
-    address = address or os.environ.get("RAY_ADDRESS")
+    address = address or os.environ.get("RAY_ADDRESS") or None
     if address is None and "ray" not in sys.modules:  # Ray reads these when it is imported
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
@@ -41,10 +41,10 @@ def connect(address: str | None) -> bool:
         return True
     try:
         ray.init(address=address, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:  # also for a wrong token
         raise ConfigError(
-            f"there is no Ray cluster at {address!r} ({error}). Start one with `ray start --head`, or leave out "
-            "--address and RAY_ADDRESS to use this machine alone."
+            f"cannot connect to a Ray cluster at {address!r} ({error}). Start one with `ray start --head`, or leave "
+            "out --address and RAY_ADDRESS to use this machine alone."
         ) from None
     return False
 
@@ -63,19 +63,19 @@ class Sweep:
         """The events of all runs, until the sweep has ended. The coordinator may be restarted meanwhile."""
         import ray
 
-        version, incarnation, patience = 0, "", 0.0
+        version, incarnation, unavailable_since = 0, "", 0.0
         while True:
             try:
-                progress = ray.get(self.coordinator.progress.remote(version), timeout=PATIENCE)
+                progress = ray.get(self.coordinator.progress.remote(version), timeout=RESTART_TIMEOUT)
             except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
-                patience = patience or time.monotonic()
-                if time.monotonic() - patience > PATIENCE:
+                unavailable_since = unavailable_since or time.monotonic()
+                if time.monotonic() - unavailable_since > RESTART_TIMEOUT:
                     raise TrainingError(LOST) from None
                 time.sleep(POLL_INTERVAL)
                 continue
             except ray.exceptions.RayError:
                 raise TrainingError(LOST) from None
-            patience = 0.0
+            unavailable_since = 0.0
             if incarnation not in ("", progress.incarnation):
                 version, incarnation = 0, progress.incarnation
                 continue
@@ -92,11 +92,14 @@ class Sweep:
         import ray
 
         with suppress(ray.exceptions.RayError):
-            ray.get(self.coordinator.ended.remote(), timeout=PATIENCE)
+            ray.get(self.coordinator.ended.remote(), timeout=RESTART_TIMEOUT)
         ray.kill(self.coordinator, no_restart=True)
 
 
-LOST = "the coordinator of the sweep is lost. Give the same command again: finished runs and checkpoints are kept."
+LOST = (
+    "the coordinator of the sweep is lost, or the sweep was stopped. Give the same command again to go on: finished "
+    "runs and checkpoints are kept."
+)
 
 
 def start(sweep: ClusterSweep) -> Sweep:
@@ -108,7 +111,7 @@ def start(sweep: ClusterSweep) -> Sweep:
 
     running = find(sweep.name)
     if running is not None:
-        title, identity, storage, names, done = ray.get(running.describe.remote())
+        title, identity, storage, names, done = describe(running)
         if not done:
             if identity != sweep.identity:
                 raise ConfigError(
@@ -136,15 +139,8 @@ def start(sweep: ClusterSweep) -> Sweep:
 
 def attach(title: str, storage: str) -> Sweep:
     """Follow a sweep that is running, or has ended since it was last followed."""
-    import ray
-
-    running = find(sweep_name(title, storage))
-    if running is None:
-        raise ConfigError(
-            f"no sweep {title!r} with the storage {storage} is running on this cluster. Give the options --out or "
-            "--storage it was started with; the same command without --attach starts or resumes it."
-        )
-    title, _, storage, names, _ = ray.get(running.describe.remote())
+    running = find_running(title, storage)
+    title, _, storage, names, _ = describe(running)
     return Sweep(running, title, storage, names)
 
 
@@ -152,9 +148,29 @@ def stop(title: str, storage: str) -> None:
     """End a running sweep. Its checkpoints remain."""
     import ray
 
-    running = attach(title, storage).coordinator
-    ray.kill(running, no_restart=True)  # the workers belong to it
+    ray.kill(find_running(title, storage), no_restart=True)  # the workers belong to it
     wait_until_gone(sweep_name(title, storage))
+
+
+def describe(coordinator: Any) -> tuple[str, str, str, list[str], bool]:
+    """See `Coordinator.describe`."""
+    import ray
+
+    try:
+        description: tuple[str, str, str, list[str], bool] = ray.get(coordinator.describe.remote())
+    except ray.exceptions.RayError:
+        raise TrainingError(LOST) from None
+    return description
+
+
+def find_running(title: str, storage: str) -> Any:
+    running = find(sweep_name(title, storage))
+    if running is None:
+        raise ConfigError(
+            f"no sweep {title!r} with the storage {storage} is running on this cluster. Give the options --out or "
+            "--storage it was started with; the same command without --attach or --stop starts or resumes it."
+        )
+    return running
 
 
 def find(name: str) -> Any:
@@ -167,7 +183,7 @@ def find(name: str) -> Any:
 
 
 def wait_until_gone(name: str) -> None:
-    limit = time.monotonic() + PATIENCE
+    limit = time.monotonic() + RESTART_TIMEOUT
     while find(name) is not None and time.monotonic() < limit:
         time.sleep(0.1)
 
@@ -176,7 +192,7 @@ def describe_nodes(nodes: dict[str, tuple[int, float]], retired: list[str]) -> s
     """`2 nodes, 3 workers: 10.0.0.1 1,200 images/s, ...`."""
     workers = sum(count for count, _ in nodes.values())
     if not nodes:
-        return "waiting for workers"
+        return "waiting for workers: each needs a free GPU, or the number of free cores given with --cores"
     rates = ", ".join(f"{node} {rate:,.0f} images/s" for node, (_, rate) in sorted(nodes.items()))
     text = f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {workers} worker{'s' * (workers > 1)}: {rates}"
     return "; ".join([text, *(f"no more runs on {each}" for each in retired)])

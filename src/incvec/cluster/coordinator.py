@@ -24,10 +24,10 @@ from incvec.engine import events as ev
 from incvec.engine.checkpoint import check_finished
 from incvec.engine.scheduler import Failed, Requeued
 from incvec.engine.sweep import base_group
-from incvec.errors import IncvecError, TrainingError
+from incvec.errors import IncvecError, StorageError, TrainingError
 from incvec.registry import load_plugin
 
-SUPERVISION_INTERVAL = 1.0  # seconds between two looks at the cluster
+SUPERVISION_INTERVAL = 1.0  # seconds between two checks of the cluster
 BUSY_DELAY = 10.0  # seconds until a run that another process works on is tried again
 ENDING_TIME = 30.0  # seconds for a worker to end by itself
 MAX_FAILED_STARTS = 6  # workers in a row that ended before they asked for a run
@@ -43,7 +43,6 @@ class Progress:
     nodes: dict[str, tuple[int, float]]  # workers and images per second
     retired: list[str]
     done: bool
-    error: str
 
 
 @dataclass
@@ -62,8 +61,6 @@ class Coordinator:
 
     def __init__(self, sweep: ClusterSweep) -> None:
         self.sweep = sweep
-        for file in sweep.plugins:
-            load_plugin(Path(file))
         first = None if sweep.check is None else 0
         self.queue = Queue([base_group(config) for _, config in sweep.runs], first)
         self.members: dict[str, Member] = {}
@@ -71,7 +68,6 @@ class Coordinator:
         self.version = 0
         self.latest: dict[tuple[int, str], tuple[int, ev.Event]] = {}
         self.failed_starts, self.last_start = 0, ""
-        self.error = ""  # why nothing else is trained
         self.ready = asyncio.Event()  # finished runs are known
         self.main = asyncio.get_running_loop().create_task(self._main())
 
@@ -85,7 +81,8 @@ class Coordinator:
 
     async def progress(self, since: int) -> Progress:
         """Everything that changed after the version `since`; 0: everything."""
-        await self.ready.wait()
+        if not self.ready.is_set():  # with many runs, or a slow storage, this takes minutes
+            return Progress(self.incarnation, 0, [], {}, [], done=False)
         changed = sorted((version, key[0], event) for key, (version, event) in self.latest.items() if version > since)
         nodes: dict[str, tuple[int, float]] = {}
         for name, place in self.queue.places.items():
@@ -93,7 +90,7 @@ class Coordinator:
             nodes[place.node] = (count + 1, rate + self.members[name].rate)
         retired = [f"{place.node}: {place.retired}" for place in self.queue.places.values() if place.retired]
         events = [(run, event) for _, run, event in changed]
-        return Progress(self.incarnation, self.version, events, nodes, retired, self.queue.done, self.error)
+        return Progress(self.incarnation, self.version, events, nodes, retired, self.queue.done)
 
     async def ended(self) -> None:
         """Wait until the sweep and its workers have ended."""
@@ -154,24 +151,35 @@ class Coordinator:
     async def _main(self) -> None:
         try:
             await asyncio.to_thread(self._read_finished)
-        except Exception as error:
+            self.ready.set()
+            while not self.queue.done:
+                self._create_workers()
+                if reason := self._dead_end():
+                    self._abort(reason)
+                await asyncio.sleep(SUPERVISION_INTERVAL)
+        except Exception as error:  # otherwise the sweep would never end
             self._abort(str(error) if isinstance(error, IncvecError) else f"{type(error).__name__}: {error}")
         self.ready.set()
-        while not self.queue.done:
-            self._create_workers()
-            places = list(self.queue.places.values())
-            if places and all(place.retired for place in places) and len(places) >= self._wanted():
-                self._abort(f"no worker is left. {places[-1].node}: {places[-1].retired}")
-            if self.failed_starts >= MAX_FAILED_STARTS:
-                self._abort(f"the workers do not start: {self.last_start}")
-            await asyncio.sleep(SUPERVISION_INTERVAL)
-        for member in list(self.members.values()):
-            if member.supervision is not None:
-                await asyncio.wait([member.supervision], timeout=ENDING_TIME)
+        if ending := [member.supervision for member in self.members.values() if member.supervision is not None]:
+            await asyncio.wait(ending, timeout=ENDING_TIME)
+        for member in self.members.values():
             ray.kill(member.handle)
+
+    def _dead_end(self) -> str:
+        """Why none of the runs that are left will be trained; "" if they will be."""
+        places = list(self.queue.places.values())
+        if any(not place.retired or place.jobs for place in places):
+            return ""
+        if self.failed_starts >= MAX_FAILED_STARTS:
+            return f"the workers do not start: {self.last_start}"
+        if places and len(places) >= self._wanted():
+            return f"no worker is left. {places[-1].node}: {places[-1].retired}"
+        return ""
 
     def _read_finished(self) -> None:
         """Find the runs that have a record. A record of other settings is a failure of that run alone."""
+        for file in self.sweep.plugins:
+            load_plugin(Path(file))
         with tempfile.TemporaryDirectory() as scratch:
             storage = Storage(self.sweep.storage, Path(scratch))
             for run, (name, config) in enumerate(self.sweep.runs):
@@ -181,6 +189,8 @@ class Coordinator:
                     if record is None:
                         continue
                     check_finished(config, None, record, path)
+                except StorageError:
+                    raise  # it concerns all runs
                 except IncvecError as error:
                     self.queue.failed(run)
                     self._publish(run, Failed(portable(error)))
@@ -190,7 +200,7 @@ class Coordinator:
                 event = ev.Finished(summary, str(path), already=True)
                 self._publish(run, event)
                 self._judge(run, event)
-        # A base may be missing although a run that trained it is finished: the first unfinished run looks for it.
+        # A base may be missing although a run that trained it is finished: the first unfinished run checks for it.
         self.queue.ready.clear()
 
     def _slots(self) -> tuple[int, dict[str, float]]:
@@ -212,7 +222,7 @@ class Coordinator:
         wanted, (_, resources) = self._wanted(), self._slots()
         self.queue.expected = wanted - sum(bool(place.retired) for place in self.queue.places.values())
         own = ray.get_runtime_context().current_actor
-        while len(self.members) < wanted:
+        while len(self.members) < wanted and self.failed_starts < MAX_FAILED_STARTS:
             name = uuid.uuid4().hex[:8]
             handle = ray.remote(Worker).options(**resources).remote(name, self.sweep, own)
             member = self.members[name] = Member(handle)
@@ -225,9 +235,11 @@ class Coordinator:
             reason = "the worker has ended"
         except Exception as error:  # whatever Ray raises for a process or node that is gone
             reason = describe_loss(error)
-            if isinstance(error, ray.exceptions.RayTaskError) and self._retire(name, reason):
+            if raised_by_worker(error) and self._retire(name, reason):
                 return
-        if not member.joined:
+        if member.joined:
+            self.failed_starts = 0  # there was room for it, so there may be room for another one
+        else:
             self.failed_starts += 1
             self.last_start = reason
         node = self.queue.places[name].node if name in self.queue.places else "?"
@@ -277,7 +289,6 @@ class Coordinator:
 
     def _abort(self, reason: str) -> None:
         """Give up all runs that are not finished."""
-        self.error = reason
         for job in self.queue.jobs:
             if job.state in ("waiting", "running"):
                 self.queue.failed(job.number)
@@ -294,6 +305,13 @@ def is_base_stored(event: ev.Event) -> bool:
         case ev.TaskEnded() | ev.Finished():
             return True
     return False
+
+
+def raised_by_worker(error: Exception) -> bool:
+    """Whether a worker ended with an error of its own. A lost connection to the coordinator is none."""
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        return False
+    return not isinstance(error.cause, ray.exceptions.RayError)
 
 
 def describe_loss(error: Exception) -> str:

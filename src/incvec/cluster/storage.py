@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,7 +71,7 @@ class Storage:
     def finish(self, name: str) -> None:
         """The run's record is stored: remove its checkpoint, and the copies of its files here."""
         if self.remote:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, StorageError):  # a checkpoint beside a record does no harm
                 self._attempt(lambda: self._files.rm_file(self._key(self.run_folder(name) / "checkpoint.safetensors")))
             shutil.rmtree(self.run_folder(name), ignore_errors=True)
 
@@ -78,13 +79,13 @@ class Storage:
 
     def store(self, path: Path) -> None:
         key, files = self._key(path), self._files
+        temporary = f"{key}.{uuid.uuid4().hex}.part"  # containers on several nodes have the same process numbers
 
         def put() -> None:
             if is_object_store(files):
                 files.put_file(str(path), key)
                 return
             files.makedirs(key.rpartition("/")[0], exist_ok=True)
-            temporary = f"{key}.{os.getpid()}.part"
             files.put_file(str(path), temporary)
             files.mv(temporary, key)
 
@@ -98,6 +99,8 @@ class Storage:
             os.replace(temporary, path)
         except FileNotFoundError:
             temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.parent.rmdir()  # if it was created for this file
 
     # ----------------------------------------------------------------------------------------------------
 
@@ -167,14 +170,21 @@ def scratch_folder(sweep: str, worker: str) -> Iterator[Path]:
     It is in INCVEC_SCRATCH, or where the system has its temporary files.
     """
     parent = Path(os.environ.get("INCVEC_SCRATCH") or tempfile.gettempdir()) / f"incvec-{sweep}"
-    for other in parent.glob("*"):
-        lock = FileLock(other / ".lock")
+    if parent.is_symlink() or (parent.exists() and parent.stat().st_uid != os.getuid()):
+        raise StorageError(
+            f"{parent} belongs to another user. Set INCVEC_SCRATCH to a folder of your own on this node."
+        )
+    for file in parent.glob("*/.lock"):
+        lock = FileLock(file, StorageError)
         with suppress(StorageError, OSError):
             if lock.acquire():
-                shutil.rmtree(other, ignore_errors=True)
+                shutil.rmtree(file.parent, ignore_errors=True)
                 lock.release()
     folder = parent / worker
-    with FileLock(folder / ".lock", StorageError):
+    lock = FileLock(folder / ".lock", StorageError)
+    while not (lock.acquire() and lock.path.exists()):  # a worker that starts now may take it for one of a killed one
+        lock.release()
+    with lock:
         try:
             yield folder
         finally:

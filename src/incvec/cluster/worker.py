@@ -112,7 +112,8 @@ class Worker:
         root = None if sweep.data_root is None else Path(sweep.data_root)
         if not (sweep.download or sweep.data_source):
             return load_on_device(config, root, self.device)
-        lock = FileLock(Path(tempfile.gettempdir()) / f"incvec-data-{digest([config.dataset, str(root)])}.lock")
+        name = f"incvec-data-{os.getuid()}-{digest([config.dataset, str(root)])}.lock"  # users cannot share one
+        lock = FileLock(Path(tempfile.gettempdir()) / name)
         while not lock.acquire():
             time.sleep(ASK_INTERVAL)
         try:
