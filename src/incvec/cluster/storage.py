@@ -72,7 +72,7 @@ class Storage:
         """The run's record is stored: remove its checkpoint, and the copies of its files here."""
         if self.remote:
             with suppress(FileNotFoundError, StorageError):  # a checkpoint beside a record does no harm
-                self._attempt(lambda: self._files.rm_file(self._key(self.run_folder(name) / "checkpoint.safetensors")))
+                self._attempt(lambda: self._files.rm(self._key(self.run_folder(name) / "checkpoint.safetensors")))
             shutil.rmtree(self.run_folder(name), ignore_errors=True)
 
     # incvec.atomic_files.Mirror -------------------------------------------------------------------------
