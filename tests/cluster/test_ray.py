@@ -50,7 +50,7 @@ def test_killed_node(cluster: LocalCluster, local: Path, tmp_path: Path) -> None
     node = until(lambda: next((name for name, _, runs in cluster.workers() if runs), None))
     cluster.kill_node(node.partition("(")[2].rstrip(")"))
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
-    same_sweep(out, local)  # the coordinator may have been on that node, too: then nothing is reported as queued again
+    same_sweep(out, local)
 
 
 def test_killed_driver(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
