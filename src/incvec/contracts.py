@@ -274,6 +274,7 @@ class Method(nn.Module):
     pretrained: ClassVar[bool] = False  # whether `model` starts from pre-trained weights; then tasks have equal sizes
     trains: ClassVar[bool] = True  # whether it has any stages
     own_terms: ClassVar[tuple[str, ...]] = ("ce",)  # loss terms of the main stage that classify the task's samples
+    later_settings: ClassVar[tuple[str, ...]] = ()  # options that do not affect the base task's own stages
     frozen_encoder: ClassVar[bool] = False  # whether `encode` never changes, so that test images are encoded once
 
     task: Task  # the current one; the engine sets it before `grow`

@@ -28,7 +28,7 @@ VARIATIONS: list[dict[str, Any]] = [
     {}, {"oracle": True}, {"tasks": 1}, {"stop_after": 1}, {"snapshots": False}, {"task_sizes": [2, 1, 3]},
     {"seed": 1}, {"order_seed": 3}, {"base_classes": 4, "tasks": 1}, {"task_sizes": [3, 3]},
     {"base_classes": 0, "tasks": 6}, {"base_classes": 0, "tasks": 1}, {"last_batch": "keep"},
-    {"podnet": {"lr": 0.05}}, {"podnet": {"memory": 2}},
+    {"podnet": {"lr": 0.05}}, {"podnet": {"memory": 2}}, {"podnet": {"memory_total": 20}},
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 
 from incvec.data import Dataset
 from incvec.engine.run import finish
+from incvec.methods import METHODS, declared_method
 from incvec.methods.podnet import PODNet
 from tests.conftest import always_saving_run, make_run, quick, same_record, same_weights
 
@@ -52,6 +53,20 @@ def test_other_seed_or_setting_has_another_base(few: Dataset, tmp_path: Path) ->
         run = make_run(few, tmp_path / str(len(list(tmp_path.iterdir()))), given, tmp_path / "bases")
         finish(run)
     assert len(list((tmp_path / "bases").glob("*.safetensors"))) == 3
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n != "joint" and declared_method(n).later_settings])
+def test_base_does_not_depend_on_later_settings(name: str, few: Dataset, tmp_path: Path) -> None:
+    """Bases of runs that differ in nothing else have one key and the same bits."""
+    files = []
+    for settings in ({"memory": 2}, {"memory": 3}, {"memory_total": 12}):
+        bases = tmp_path / str(settings)
+        finish(make_run(few, tmp_path / f"run {settings}", quick(name, stop_after=1, **{name: settings}), bases))
+        files += list(bases.glob("*.safetensors"))
+    assert len(files) == 3
+    assert len({file.name for file in files}) == 1
+    for file in files[1:]:
+        same_weights(files[0], file)
 
 
 def test_run_interrupted_in_its_base_ignores_one_published_meanwhile(few: Dataset, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from incvec.data import Dataset
 from incvec.engine.build import RunParts
 from incvec.engine.code_version import code_version
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
+from incvec.methods import base_settings
 
 
 def base_key(config: RunConfig, dataset: Dataset, parts: RunParts, distributed: Distributed = SINGLE_PROCESS) -> str:
@@ -28,7 +29,7 @@ def base_key(config: RunConfig, dataset: Dataset, parts: RunParts, distributed: 
         "views": [dataset.pad, dataset.flip, dataset.side, dict(dataset.normalizations)],
         "classes": parts.order[: task.n_seen],
         "method": config.method,
-        "options": config.sections.get(config.method, {}),
+        "options": base_settings(config),
         "seed": config.seed,
         "torch": torch.__version__,
         "precision": parts.precision,

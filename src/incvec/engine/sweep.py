@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from incvec.addons import ADDONS, declared_addon
 from incvec.config import RunConfig, digest, read_yaml
 from incvec.errors import ConfigError, nearest, shorten
-from incvec.methods import METHODS, declared_method
+from incvec.methods import METHODS, base_settings, declared_method
 
 if TYPE_CHECKING:
     import torch
@@ -195,7 +195,7 @@ def base_group(config: RunConfig) -> str | None:
         fields |= {"task_sizes": None, "base_classes": config.task_sizes[0], "tasks": None}
     elif config.base_classes:
         fields["tasks"] = None
-    return digest([fields, config.sections.get(config.method, {})])
+    return digest([fields, base_settings(config)])
 
 
 def default_at_once(device: torch.device, configs: Sequence[RunConfig]) -> int:

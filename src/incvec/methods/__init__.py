@@ -8,9 +8,10 @@ from incvec.declarations import declared_class
 from incvec.registry import METHODS, find_class
 
 if TYPE_CHECKING:
+    from incvec.config import RunConfig
     from incvec.contracts import Method
 
-__all__ = ["METHODS", "declared_method", "find_method"]
+__all__ = ["METHODS", "base_settings", "declared_method", "find_method"]
 
 METHODS.add_builtins(
     {
@@ -48,3 +49,9 @@ def find_method(name: str) -> type[Method]:
 def declared_method(name: str) -> Any:
     """Name, summary, paper, flags and options of a method, as class attributes, without importing torch."""
     return declared_class(METHODS, name)
+
+
+def base_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of the run's method on which its base task depends."""
+    later = declared_method(config.method).later_settings
+    return {name: value for name, value in config.sections.get(config.method, {}).items() if name not in later}

@@ -83,6 +83,7 @@ class BiC(ExemplarMethod):
     Options = BiCOptions
     model: CorrectedClassifier
     options: BiCOptions
+    later_settings = ()  # the base task leaves out the validation images, a share of the exemplars
 
     def __init__(self, options: BiCOptions, world: World) -> None:
         super().__init__(options, world)

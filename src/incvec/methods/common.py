@@ -76,6 +76,10 @@ class ImageMethod(Method):
     model: Classifier
     options: TrainOptions
     uses_teacher: bool = True
+    later_settings: ClassVar[tuple[str, ...]] = (
+        "memory",
+        "memory_total",
+    )  # exemplars are selected when the base task ends
 
     def __init__(self, options: TrainOptions, world: World) -> None:
         super().__init__(options, world)

@@ -82,6 +82,7 @@ class Mnemonics(LUCIR):
     paper = "Mnemonics Training: Multi-Class Incremental Learning without Forgetting, https://arxiv.org/abs/2002.10211"
     Options: ClassVar[type] = MnemonicsOptions
     options: MnemonicsOptions
+    later_settings = ()  # the base task trains exemplars, too
     auxiliary: nn.ParameterDict
 
     def __init__(self, options: MnemonicsOptions, world: World) -> None:
