@@ -23,7 +23,7 @@ PACKAGE = Path(incvec.__file__).parent
 # plug-in, and, imported when they are used, the functions in `LAZY`.
 LAZY = ("incvec.api", "incvec.classifier", "incvec.records")
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("ivt", "lazy"),
+    ("ivt", "class_statistics", "lazy"),
     ("",),
     ("errors", "contracts", "registry", "fused", "file_names"),
     ("declarations", "text_files"),

@@ -25,8 +25,8 @@ from PIL import Image
 from torch import Tensor
 
 from incvec.addons.carry import scaled_logits
+from incvec.class_statistics import class_gaussians, draw
 from incvec.data import load_dataset
-from incvec.data.gaussians import class_gaussians, draw
 from incvec.methods.common import ImageMethod
 from incvec.records import find_records, read_record
 from incvec.study.geometry.snapshots import last_task, load_snapshot

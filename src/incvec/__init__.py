@@ -15,6 +15,7 @@ from .lazy import lazy_exports
 if TYPE_CHECKING:
     from .api import run as run
     from .api import sweep as sweep
+    from .class_statistics import ClassStatistics as ClassStatistics
     from .classifier import Classifier as Classifier
     from .ivt import IVT as IVT
     from .ivt import scale as scale
@@ -24,12 +25,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["IVT", "Classifier", "__version__", "load_record", "records", "run", "scale", "sweep", "teleport"]
+__all__ = [
+    "IVT",
+    "ClassStatistics",
+    "Classifier",
+    "__version__",
+    "load_record",
+    "records",
+    "run",
+    "scale",
+    "sweep",
+    "teleport",
+]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "ivt": ("IVT", "scale", "teleport"),
+        "class_statistics": ("ClassStatistics",),
         "api": ("run", "sweep"),
         "records": ("load_record", "records"),
         "classifier": ("Classifier",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from incvec.addons.carry import STAGE, Carry, class_weights, fit_displacement, scaled_logits
+from incvec.addons.carry import STAGE, Carry, scaled_logits
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.data.select import class_means
 from incvec.methods.common import ImageMethod
 from tests.addons.tools import Tensors, run_on, same, snapshot, stage_names, state_of, watch
-
-
-def test_an_affine_displacement_is_found_exactly() -> None:
-    before = torch.randn(50, 4, dtype=torch.float64)
-    slope, offset = 0.1 * torch.randn(4, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    after = before + before @ slope + offset
-    moves = fit_displacement(before, after, torch.ones(50), ridge=0.0)
-    points = torch.randn(3, 4, dtype=torch.float64)
-    assert torch.allclose(moves(points), points @ slope + offset, atol=1e-8)
-    assert moves.noise.abs().max() < 1e-12
-    turn = torch.eye(4, dtype=torch.float64) + slope
-    covariance = torch.cov(before.T)
-    assert torch.allclose(moves.covariances(covariance), turn.T @ covariance @ turn, atol=1e-8)
-
-
-def test_a_large_ridge_leaves_a_translation_and_its_noise() -> None:
-    before = torch.randn(200, 3, dtype=torch.float64)
-    after = 2 * before + 1
-    moves = fit_displacement(before, after, torch.ones(200), ridge=1e9)
-    assert torch.allclose(moves(torch.zeros(1, 3).double()), (after - before).mean(0), atol=1e-6)
-    assert torch.allclose(moves.noise, torch.cov(before.T, correction=0), atol=1e-6)
-
-
-def test_every_class_has_the_same_weight() -> None:
-    labels = torch.tensor([0, 0, 0, 1])
-    weights = class_weights(labels)
-    assert torch.allclose(weights, torch.tensor([1 / 3, 1 / 3, 1 / 3, 1.0]))
-    before = torch.zeros(4, 1)
-    moves = fit_displacement(before, torch.tensor([[1.0], [1.0], [1.0], [3.0]]), weights, 1.0)
-    assert math.isclose(float(moves(torch.zeros(1, 1).double())), 2.0, rel_tol=1e-6)
 
 
 class Watched:
@@ -61,7 +30,7 @@ class Watched:
     def begun(self, addon: Carry, task: Task, stage: Stage) -> None:
         if stage.name == STAGE:
             self.start = state_of(addon.method.model)
-            self.carried.append((addon.means.clone(), addon.factors.clone()))
+            self.carried.append((addon.classes.means.clone(), addon.classes.factors.clone()))
             method = addon.method
             assert isinstance(method, ImageMethod)
             features = [method.new_class_features(each) for each in addon.world.tasks[: task.index + 1]]
@@ -104,12 +73,10 @@ def test_carried_means_are_closer_to_the_true_ones_than_stored_ones(
     assert errors["map"] < 0.7 * errors["none"]
 
 
-def test_the_oracle_carries_means_exactly_class_by_class(
-    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has all old images, so with the residual of each class nothing is left to guess."""
+def test_the_oracle_has_the_exact_means(few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes them from all images of the old classes."""
     seen = Watched(monkeypatch)
-    run_on(few, tmp_path, "podnet", "carry", carry={"drift": "class"}, oracle=True)
+    run_on(few, tmp_path, "podnet", "carry", oracle=True)
     for (means, _), true in zip(seen.carried, seen.true_means, strict=True):
         assert torch.allclose(means, true, atol=1e-4)
 
@@ -123,7 +90,7 @@ def test_prototypes_of_the_method_are_the_carried_means(
 
     def note(addon: Carry, task: Task, stage: Stage) -> None:
         if stage.role == "main":
-            stored.append((addon.method.store["prototypes"].clone(), addon.means.clone()))
+            stored.append((addon.method.store["prototypes"].clone(), addon.classes.means.clone()))
 
     watch(monkeypatch, Carry, "begin_stage", note)
     run_on(few, tmp_path, method, "carry")

@@ -16,7 +16,7 @@ from tests.engine.test_resume import interrupt_after
 CASES: dict[str, dict[str, Any]] = {
     "cofima": quick("podnet", "cofima"),
     "cofima-ewc": quick("ewc", "cofima"),
-    "carry": quick("podnet", "ivt", "carry", carry={"drift": "class"}),
+    "carry": quick("podnet", "ivt", "carry"),
     "carry-prototypes": quick("pass", "carry"),
     "eopc": quick("podnet", "eopc"),
     "fisher-merge": quick("finetune", "fisher-merge"),

@@ -110,15 +110,18 @@ def test_memory_of_dropped_graphs_is_released(
 
 @pytest.mark.parametrize("last_batch", ["drop", "keep"])
 def test_own_loss_has_a_captured_step_of_its_own(last_batch: str, few: Dataset, tmp_path: Path) -> None:
-    """Gradients of the method's own terms, in the epochs whose F is used: captured, and close to the eager ones."""
+    """Gradients of the method's own terms, in the epochs whose F is used: captured, and close to the eager ones.
+
+    The learning rate is small: rounding differs between the engines, and large steps would amplify it.
+    """
     seen = {}
     for engine in ("graph", "eager"):
         given = {"precision": "fp32", "engine": engine, "last_batch": last_batch}
         options = {"fisher_loss": "own", "interval": 2, "last": "skip", "snapshot_fisher": True}
-        run = make_run(few, tmp_path / engine, quick("lwf", "ivt", lwf={"epochs": 5}, ivt=options, **given))
+        run = make_run(few, tmp_path / engine, quick("lwf", "ivt", lwf={"epochs": 5, "lr": 1e-4}, ivt=options, **given))
         assert finish(run)["engine"]["notices"] == []
         seen[engine] = weights(run.snapshot_path(2))
     for name, tensor in seen["eager"].items():
         if name.startswith("addon/ivt/cumulative/"):
             error = (tensor - seen["graph"][name]).norm() / tensor.norm().clamp_min(1e-30)
-            assert error < 0.1, (name, error)
+            assert error < 0.02, (name, error)

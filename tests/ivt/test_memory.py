@@ -67,7 +67,7 @@ def test_the_same_bits(device: str, structure: str, stop: int | None) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
-    for tensor in (*ivt.anchor.values(), *ivt.cumulative.values()):
+    for tensor in (*ivt.anchor.values(), *ivt.core.cumulative.values()):
         assert tensor.device.type == "cpu"
         assert tensor.is_pinned() == (device == "cuda")
     assert all(tensor.device.type == device for tensor in ivt.fisher.values())

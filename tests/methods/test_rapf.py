@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from incvec.class_statistics import draw
 from incvec.contracts import Batch
 from incvec.data import Dataset
-from incvec.data.gaussians import draw
 from incvec.methods.rapf import RAPF, close_pairs, draws_per_step, fuse, separation
 from tests.conftest import weights
 from tests.methods.tools import cross_entropy, finished, seeded, trained

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from incvec.class_statistics import class_gaussians, draw
 from incvec.contracts import Batch
 from incvec.data import Dataset
-from incvec.data.gaussians import FeatureSource, GaussianSource, class_gaussians, draw
+from incvec.data.gaussians import FeatureSource, GaussianSource
 from incvec.data.stream import split
 from incvec.engine import events as ev
 from incvec.engine.run import finish

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from incvec.addons.merging import Tensors, float_tensors, merge_incompatibility, pack_state, unpack_state
+from incvec.class_statistics import ClassStatistics
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Schedule, Stage, Task, Terms, World
-from incvec.data.gaussians import GaussianSource, class_gaussians
-from incvec.data.select import class_means
+from incvec.data.gaussians import GaussianSource
 from incvec.methods.bic import BiC
 from incvec.methods.common import ExemplarMethod, ImageMethod, extract_features
 from incvec.methods.prototypes import PrototypeMethod
@@ -40,54 +40,14 @@ from incvec.nets import ProxyHead
 
 SOURCE = "carried"  # draws of the classes' features
 STAGE = "carry-classifier"
-RIDGE = 1e-5  # added to variances, so that covariances have a Cholesky factor
 
 
 class CarryOptions(Options):
     epochs: int = Field(20, ge=1, description="epochs of the classifier alone")
     lr: float = Field(0.5, gt=0, description="its first learning rate, as a factor of the main stage's")
     samples: int = Field(100, ge=1, description="draws per class and epoch")
-    drift: Literal["map", "class", "none"] = Field(
-        "map",
-        description="how statistics follow the features: an affine map; the map, and the mean residual of the class's "
-        "exemplars; or not at all",
-    )
+    drift: Literal["map", "none"] = Field("map", description="how statistics follow the features: an affine map; none")
     ridge: float = Field(0.01, ge=0, description="of the map's linear part, relative to the variance of the features")
-
-
-class Displacement(NamedTuple):
-    """d(f) = offset + (f - center) slope, the expected displacement of a feature, and the covariance around it."""
-
-    center: Tensor
-    offset: Tensor
-    slope: Tensor
-    noise: Tensor
-
-    def __call__(self, features: Tensor) -> Tensor:
-        return self.offset + (features - self.center) @ self.slope
-
-    def covariances(self, before: Tensor) -> Tensor:
-        """Covariances of features after the displacement, from those before it."""
-        turn = torch.eye(len(self.slope), dtype=self.slope.dtype, device=self.slope.device) + self.slope
-        return turn.T @ before @ turn + self.noise
-
-
-def fit_displacement(before: Tensor, after: Tensor, weights: Tensor, ridge: float) -> Displacement:
-    """The weighted ridge regression of `after - before` on `before`, in float64. An infinite ridge: a translation."""
-    x, moved, w = before.double(), (after - before).double(), (weights / weights.sum()).double()[:, None]
-    center, offset = (w * x).sum(0), (w * moved).sum(0)
-    x, residual = x - center, moved - offset
-    gram = x.T @ (w * x)
-    floor = ridge * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
-    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    slope = torch.linalg.solve(gram + floor * eye, x.T @ (w * residual))
-    residual = residual - x @ slope
-    return Displacement(center, offset, slope, residual.T @ (w * residual))
-
-
-def class_weights(labels: Tensor) -> Tensor:
-    """One over the number of samples of the sample's class."""
-    return 1 / torch.bincount(labels)[labels]
 
 
 def report_trained(method: Method) -> None:
@@ -118,15 +78,12 @@ class Carry(AddOn):
     options: CarryOptions
 
     before: Tensors  # the model before the task, without rows of new classes
-    means: Tensor  # of the features of each class seen
-    factors: Tensor  # Cholesky factors of their covariances
-    shift: Tensor  # mean length of the last displacement of the means, relative to their norm
+    classes: ClassStatistics
 
     def __init__(self, options: CarryOptions, world: World, method: Method) -> None:
         super().__init__(options, world, method)
         self.before = {}
-        self.means = self.factors = torch.zeros(0, device=world.device)
-        self.shift = torch.zeros((), device=world.device)
+        self.classes = ClassStatistics(world.device)
         report_trained(method)
 
     @classmethod
@@ -164,7 +121,7 @@ class Carry(AddOn):
         live = float_tensors(self.method.model)
         self.before = {name: t.detach().clone() for name, t in live.items() if not name.startswith(new)}
         if "prototypes" in self.method.store:  # here, since FCS moves its own at the end of a task
-            self.method.store["prototypes"][: task.n_old] = self.means[: task.n_old]
+            self.method.store["prototypes"][: task.n_old] = self.classes.means[: task.n_old]
 
     def begin_stage(self, task: Task, stage: Stage) -> Tensor | None:
         if stage.owner != self.name:
@@ -180,50 +137,25 @@ class Carry(AddOn):
 
     @torch.no_grad()
     def update(self, task: Task) -> None:
-        """Move the statistics of the old classes with the features, and compute those of the task's classes."""
-        method = cast(ImageMethod, self.method)
-        features, labels = method.new_class_features(task)
-        means, factors = class_gaussians(features, labels, range(task.n_new), RIDGE)
-        if task.index > 0:
-            old_means, old_factors = self.moved(task, features, labels)
-            means, factors = torch.cat([old_means, means]), torch.cat([old_factors, factors])
-        self.means, self.factors = means, factors
-        self._add_source()
-
-    def moved(self, task: Task, new_features: Tensor, new_labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and factors of the old classes under the present weights."""
-        means, factors = self.means[: task.n_old], self.factors[: task.n_old]
-        if self.options.drift == "none":
-            return means, factors
-        method, world = cast(ImageMethod, self.method), self.world
-        start = self._model_before()
-        before = extract_features(start, world, method.rows_of(task.classes))
-        after, labels = new_features, new_labels + task.n_old
-        old = self._old_rows(task)
-        if len(old):
-            old_labels = world.train.labels[old]
-            old_before, old_after = (extract_features(model, world, old) for model in (start, method.model))
-            before, after = torch.cat([old_before, before]), torch.cat([old_after, after])
-            labels = torch.cat([old_labels, labels])
-        moves = fit_displacement(before, after, class_weights(labels), self.options.ridge)
-        shift = moves(means.double())
-        if self.options.drift == "class" and len(old):
-            residual = old_after - old_before - moves(old_before.double())
-            shift += class_means(residual, old_labels, task.n_old)
-        self.shift = (shift.norm(dim=1).mean() / means.norm(dim=1).mean()).float()
-        factors = factors.double()  # before the product, whose rounding may exceed RIDGE
-        covariances = moves.covariances(factors @ factors.mT)
-        eye = torch.eye(means.shape[1], dtype=torch.float64, device=means.device)
-        return (means + shift).to(means), torch.linalg.cholesky(covariances + RIDGE * eye).to(means)
+        """Move the statistics of the old classes with the features, and add those of the task's classes."""
+        method, labels = cast(ImageMethod, self.method), self.world.train.labels
+        if self.world.oracle:  # it has all images of the old classes
+            self.classes = ClassStatistics(self.world.device)
+            old, new = labels[:0], method.rows_of(range(task.n_seen))
+        else:
+            old, new = self._old_rows(task), method.rows_of(task.classes)
+        rows = torch.cat([old, new])
+        after = extract_features(method.model, self.world, rows)
+        if len(self.classes) and self.options.drift == "map":
+            before = extract_features(self._model_before(), self.world, rows)
+            self.classes.move(before, after, labels[rows], self.options.ridge)
+        self.classes.add(after[len(old) :], labels[new])
+        self.world.add_source(SOURCE, GaussianSource(self.classes.means, self.classes.factors))
 
     def _old_rows(self, task: Task) -> Tensor:
-        """Images of old classes: the exemplars, all of them for the oracle, or none."""
+        """The exemplars of old classes, if there are any."""
         method = cast(ImageMethod, self.method)
-        if self.world.oracle:
-            return method.rows_of(range(task.n_old))
-        if not method.exemplars:
-            return torch.zeros(0, dtype=torch.int64, device=self.world.device)
-        rows = method.exemplar_rows()
+        rows = method.exemplar_rows() if "memory" in method.store else self.world.train.labels[:0]
         return rows[self.world.train.labels[rows] < task.n_old]
 
     def _model_before(self) -> nn.Module:
@@ -233,10 +165,6 @@ class Carry(AddOn):
             live[name].copy_(tensor)
         return model
 
-    def _add_source(self) -> None:
-        if len(self.means):
-            self.world.add_source(SOURCE, GaussianSource(self.means, self.factors))
-
     def end_task(self, task: Task) -> None:
         if task.index == 0:
             self.update(task)
@@ -245,13 +173,14 @@ class Carry(AddOn):
     # State ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        return pack_state(before=self.before) | {"means": self.means, "factors": self.factors, "shift": self.shift}
+        return pack_state(before=self.before) | self.classes.state_dict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.before = unpack_state(state, "before")
-        self.means, self.factors, self.shift = (state[name].clone() for name in ("means", "factors", "shift"))
-        self._add_source()
+        self.classes.load_state_dict(state)
+        if len(self.classes):
+            self.world.add_source(SOURCE, GaussianSource(self.classes.means, self.classes.factors))
 
     def statistics(self) -> dict[str, Any]:
         """How far the means of old classes were moved, relative to their norm."""
-        return {"shift": float(f"{float(self.shift):.5g}")}
+        return {"shift": float(f"{float(self.classes.shift):.5g}")}

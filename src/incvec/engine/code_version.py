@@ -23,7 +23,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 # Files that determine the base task's weights, relative to the package.
 BASE_FILES = (
-    "contracts.py", "fused.py",
+    "class_statistics.py", "contracts.py", "fused.py",
     "data/augment.py", "data/gaussians.py", "data/memory.py", "data/prompts.py", "data/resize.py", "data/select.py",
     "data/source.py", "data/stream.py", "data/views.py",
     "data/store/stream.py",

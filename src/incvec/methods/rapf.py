@@ -27,9 +27,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from incvec.class_statistics import class_gaussians, draw
 from incvec.config import Ints
 from incvec.contracts import Batch, Stage, Task, Terms
-from incvec.data.gaussians import FeatureSource, class_gaussians, draw
+from incvec.data.gaussians import FeatureSource
 from incvec.data.prompts import sentences
 from incvec.methods.common import extract_features
 from incvec.methods.dual import DualMethod, DualOptions

@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from incvec.class_statistics import class_gaussians
 from incvec.contracts import Batch, Group, Optimizer, Schedule, Stage, Task, Terms
-from incvec.data.gaussians import GaussianSource, class_gaussians
+from incvec.data.gaussians import GaussianSource
 from incvec.data.prompts import sentences
 from incvec.methods.common import extract_features
 from incvec.methods.finetune import local_cross_entropy

@@ -1,0 +1,147 @@
+"""Means and covariances of classes in feature space, which follow the features while the network changes.
+
+    statistics = ClassStatistics()
+    for task in tasks:
+        before = features(model, images)              # images at hand: those of the task, and any exemplars
+        train(model, task)
+        after = features(model, images)
+        statistics.move(before, after, labels)        # those of old classes follow
+        statistics.add(after[is_new], labels[is_new])
+        for _ in range(steps):                        # train the classifier alone, on all classes
+            x, y = statistics.sample(128)
+            ...
+
+Depends on torch only. The add-on `carry` is this with any method of the lab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+JITTER = 1e-5  # added to variances, so that covariances have a Cholesky factor
+
+
+class Displacement(NamedTuple):
+    """d(f) = offset + (f - center) slope, the expected displacement of a feature, and the covariance around it."""
+
+    center: Tensor
+    offset: Tensor
+    slope: Tensor
+    noise: Tensor
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return self.offset + (features - self.center) @ self.slope
+
+    def covariances(self, before: Tensor) -> Tensor:
+        """Covariances of features after the displacement, from those before it."""
+        turn = torch.eye(len(self.slope), dtype=self.slope.dtype, device=self.slope.device) + self.slope
+        return turn.T @ before @ turn + self.noise
+
+
+def fit_displacement(before: Tensor, after: Tensor, weights: Tensor, ridge: float) -> Displacement:
+    """The weighted ridge regression of `after - before` on `before`, in float64. An infinite ridge: a translation."""
+    x, moved, w = before.double(), (after - before).double(), (weights / weights.sum()).double()[:, None]
+    center, offset = (w * x).sum(0), (w * moved).sum(0)
+    x, residual = x - center, moved - offset
+    gram = x.T @ (w * x)
+    floor = ridge * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
+    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    slope = torch.linalg.solve(gram + floor * eye, x.T @ (w * residual))
+    residual = residual - x @ slope
+    return Displacement(center, offset, slope, residual.T @ (w * residual))
+
+
+def class_weights(labels: Tensor) -> Tensor:
+    """One over the number of samples of the sample's class."""
+    return 1 / torch.bincount(labels)[labels]
+
+
+def class_gaussians(
+    features: Tensor, labels: Tensor, classes: Sequence[int], ridge: float = JITTER, shrink: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Means [C, d] and lower factors L [C, d, d] of the classes, L L' = unbiased covariance + ridge I.
+
+    The covariance of a class with one sample is the ridge alone. With `shrink`, the mean of the diagonal is added to
+    the diagonal and the mean of the other entries to those. Computed in float64, returned in float32.
+    """
+    means, factors = [], []
+    for label in classes:
+        samples = features[labels == label].double()
+        centered = samples - samples.mean(0)
+        covariance = centered.T @ centered / max(len(samples) - 1, 1)
+        eye = torch.eye(samples.shape[1], dtype=samples.dtype, device=samples.device)
+        if shrink:
+            diagonal = covariance.diagonal().mean()
+            others = (covariance.sum() - covariance.diagonal().sum()) / max(eye.numel() - len(eye), 1)
+            covariance = covariance + diagonal * eye + others * (1 - eye)
+        means.append(samples.mean(0).float())
+        factors.append(torch.linalg.cholesky(covariance + ridge * eye).float())
+    return torch.stack(means), torch.stack(factors)
+
+
+def draw(means: Tensor, factors: Tensor, classes: Tensor, generator: torch.Generator | None, each: int = 1) -> Tensor:
+    """`each` samples of each of the given classes, mean_c + L_c z, class by class; classes may repeat.
+
+    One batch of matrix products over the classes as given, so shapes do not depend on values.
+    """
+    width = means.shape[1]
+    z = torch.randn(len(classes), width, each, generator=generator, device=means.device, dtype=means.dtype)
+    spread = torch.bmm(factors.index_select(0, classes), z).transpose(1, 2)
+    return (means.index_select(0, classes)[:, None, :] + spread).flatten(0, 1)
+
+
+class ClassStatistics:
+    """The mean and the covariance of every class seen so far. Labels count from 0 in the order of the classes."""
+
+    means: Tensor  # [C, d]
+    factors: Tensor  # [C, d, d], lower Cholesky factors of the covariances
+    shift: Tensor  # mean length of the last displacement of the means, relative to their norm
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self.means = self.factors = torch.zeros(0, device=device)
+        self.shift = torch.zeros((), device=device)
+
+    def __len__(self) -> int:
+        return len(self.means)
+
+    @torch.no_grad()
+    def add(self, features: Tensor, labels: Tensor) -> None:
+        """Add the classes after those known, from features of all their images."""
+        first, classes = len(self), labels.unique().tolist()
+        if classes != list(range(first, first + len(classes))):
+            raise ValueError(f"expected the labels {first}, {first + 1}, ... of new classes, got {classes[:10]}")
+        means, factors = class_gaussians(features, labels, classes)
+        if first:
+            means, factors = torch.cat([self.means, means]), torch.cat([self.factors, factors])
+        self.means, self.factors = means, factors
+
+    @torch.no_grad()
+    def move(self, before: Tensor, after: Tensor, labels: Tensor, ridge: float = 0.01) -> None:
+        """Let the statistics follow the features, which are those of the same images before and after a training.
+
+        A ridge regression, every class with the same weight, gives the displacement of a feature as an affine function
+        of the feature. It is applied to means and covariances. `ridge`: of the linear part, relative to the variance.
+        """
+        moves = fit_displacement(before, after, class_weights(labels), ridge)
+        shift = moves(self.means.double())
+        self.shift = (shift.norm(dim=1).mean() / self.means.norm(dim=1).mean()).float()
+        factors = self.factors.double()  # before the product, whose rounding may exceed JITTER
+        covariances = moves.covariances(factors @ factors.mT)
+        eye = torch.eye(self.means.shape[1], dtype=torch.float64, device=self.means.device)
+        self.means = (self.means + shift).to(self.means)
+        self.factors = torch.linalg.cholesky(covariances + JITTER * eye).to(self.means)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Features and labels of `count` draws, every class equally likely."""
+        labels = torch.randint(len(self), (count,), generator=generator, device=self.means.device)
+        return draw(self.means, self.factors, labels, generator), labels
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"means": self.means, "factors": self.factors, "shift": self.shift}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.means, self.factors, self.shift = (state[name].clone() for name in ("means", "factors", "shift"))
