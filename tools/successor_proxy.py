@@ -1,9 +1,9 @@
-"""The proxy study of docs/successor.md: its images, its runs as one file, its table, and where the gap is.
+"""The studies of docs/successor.md: where the gap is, and the proxy's images, runs and table.
 
     python tools/successor_proxy.py images DATA_ROOT FOLDER    50 classes of CIFAR-100 as class folders
     incvec sweep successor-proxy --data-root FOLDER --out RUNS
     python tools/successor_proxy.py collect RUNS JSON          adds the records of the folder to the file
-    python tools/successor_proxy.py classifier RUN FOLDER JSON adds the classifiers of the last snapshot to the file
+    python tools/successor_proxy.py classifier RUN DATA_ROOT JSON   adds classifiers of the last snapshot to the file
     python tools/successor_proxy.py table JSON                 the tables of the page
 
 Of each class the first 200 training images become `train/`, the next 100 training images `test/`. No test image of
@@ -28,8 +28,9 @@ from incvec.addons.carry import scaled_logits
 from incvec.class_statistics import class_gaussians, draw
 from incvec.data import load_dataset
 from incvec.methods.common import ImageMethod
+from incvec.presets import resolve
 from incvec.records import find_records, read_record
-from incvec.study.geometry.snapshots import last_task, load_snapshot
+from incvec.study.geometry.snapshots import last_task, load_snapshot, read_snapshot
 
 CLASSES, TRAIN, TEST, SEED = 50, 200, 100, 28
 KEPT = ("method", "addons", "oracle", "accuracy", "metrics", "correct")
@@ -89,10 +90,11 @@ def collect(folder: str, target: str) -> None:
 # Where the gap is ---------------------------------------------------------------------------------------------
 
 
-def classifier(run: str, folder: str, target: str) -> None:
+def classifier(run: str, root: str, target: str) -> None:
     """Accuracy (all, base, new classes) of the last snapshot: as delivered, and with classifiers of all past images."""
-    size = json.loads((Path(run) / "record.json").read_text())["config"]["image_size"]
-    snapshot = load_snapshot(run, last_task(run), load_dataset("folder", folder, image_size=size))
+    number = last_task(run)
+    config = resolve(read_snapshot(run, number)[1]["config"])
+    snapshot = load_snapshot(run, number, load_dataset(config.dataset, root, **config.data_options()))
     method, world, test, task = (
         cast(ImageMethod, snapshot.method),
         snapshot.parts.world,
@@ -106,7 +108,7 @@ def classifier(run: str, folder: str, target: str) -> None:
     def features_of(source: Any, rows: Tensor) -> Tensor:
         method.eval()
         return torch.cat(
-            [method.model(source.fetch(part, None, ("test",)).images).features for part in rows.split(500)]
+            [method.model(source.fetch(part, None, ("test",)).images).features.cpu() for part in rows.split(500)]
         )
 
     def accuracies(features: Tensor, labels: Tensor) -> list[float]:
@@ -126,13 +128,14 @@ def classifier(run: str, folder: str, target: str) -> None:
             F.cross_entropy(scaled_logits(method, features), targets).backward()
             optimizer.step()
             schedule.step()
-        found = accuracies(test_features, test.labels[test_rows])
+        found = accuracies(test_features, test_targets)
         method.model.load_state_dict(start)
         return found
 
-    features, targets = features_of(world.train, rows), labels[rows]
+    features, targets = features_of(world.train, rows), labels[rows].cpu()
     test_rows = test.rows_of(0, task.n_seen)
-    test_features = features_of(test, test_rows)
+    test_features, test_targets = features_of(test, test_rows), test.labels[test_rows].cpu()
+    method.model.head.cpu()
     means, factors = class_gaussians(features, targets, range(task.n_seen), 1e-5)
     by_class = [(targets == c).nonzero().flatten() for c in range(task.n_seen)]
 
@@ -148,7 +151,7 @@ def classifier(run: str, folder: str, target: str) -> None:
         {
             "run": " + ".join([snapshot.config.method, *snapshot.config.addons]),
             "seed": snapshot.config.seed,
-            "as delivered": accuracies(test_features, test.labels[test_rows]),
+            "as delivered": accuracies(test_features, test_targets),
             "trained on the features of all past images": trained(real),
             "trained on draws from the Gaussians of all past images": trained(gaussian),
         }
