@@ -43,13 +43,17 @@ def test_sweep_equals_the_local_one(cluster: LocalCluster, local: Path, tmp_path
 
 
 def test_killed_node(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
-    """SIGKILL for a node that has trained a base and is in an increment: its run continues on the other one."""
+    """SIGKILL for a node that has trained a base and is in an increment: its run continues on the other one.
+
+    The coordinator is not lost with it: it is on the node of the driver, which has no cores here.
+    """
     driver = start(tmp_path / "log", *cluster.options(tmp_path / "out"))
     out = tmp_path / "out"
     until(lambda: list(out.glob("*/checkpoint.safetensors")))
     node = until(lambda: next((name for name, _, runs in cluster.workers() if runs), None))
     cluster.kill_node(node.partition("(")[2].rstrip(")"))
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
+    assert f"its worker on {node} was lost" in (tmp_path / "log").read_text()
     same_sweep(out, local)
 
 
@@ -101,13 +105,14 @@ def test_full_disk_on_one_node(cluster: LocalCluster, local: Path, tmp_path: Pat
 
 
 def test_killed_coordinator(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
-    """Ray starts it again; it finds in the storage what is done."""
+    """Ray starts it again; it finds in the storage what is done. Each result is reported once."""
     out = tmp_path / "out"
     driver = start(tmp_path / "log", *cluster.options(out))
-    until(lambda: list(out.glob("*/record.json")))
+    until(lambda: "finished digits" in (tmp_path / "log").read_text())
     pid = ray.get(cluster.coordinator().__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().count("finished digits") == RUNS
     same_sweep(out, local)
 
 
