@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,21 @@ def test_killed_node(cluster: LocalCluster, local: Path, tmp_path: Path) -> None
     cluster.kill_node(node.partition("(")[2].rstrip(")"))
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
     assert f"its worker on {node} was lost" in (tmp_path / "log").read_text()
+    same_sweep(out, local)
+
+
+def test_hanging_worker(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """A process that is stopped reports nothing more; another one takes its place."""
+    out = tmp_path / "out"
+    driver = start(tmp_path / "log", *cluster.options(out))
+    until(lambda: list(out.glob("*/record.json")))
+    module = "incvec.cluster.coordinator"
+    ray.get(cluster.coordinator().__ray_call__.remote(lambda _: setattr(sys.modules[module], "HANG_TIMEOUT", 6.0)))
+    node, pid, _ = until(lambda: next((worker for worker in cluster.workers() if worker[2]), None))
+    os.kill(pid, signal.SIGSTOP)
+    assert driver.wait(240) == 0, (tmp_path / "log").read_text()
+    assert f"its worker on {node} was lost (no report for" in (tmp_path / "log").read_text()
+    until(lambda: not Path(f"/proc/{pid}").exists(), seconds=30)
     same_sweep(out, local)
 
 
