@@ -5,7 +5,8 @@
         --data-root ~/data --workers 1 --per-gpu 1 4 8 --at-once 1 8 --seconds 15 --json cluster-h200.json
 
 Each row is one sweep, in a process and a folder of its own. With --repeats the kinds of sweeps take turns. `load` is
-the load average when the row began: other programs change the figures. Without GPUs each worker has one core.
+the load average when the row began: other programs change the figures. Without GPUs each worker has one core. Ray's
+workers have the same priority as the sweep without Ray here; Ray's default is a lower one.
 
 Without --seconds a row is the whole sweep: wall time, the seconds until the first run began, and from there to the end
 of the last run. `summary` has the medians of each kind; its efficiency is the speed of training relative to the first
@@ -166,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     planned, _ = select_runs(options.sweep, options.set, options.only, options.seeds, options.data_root)
     report = Report(options.json, "cluster_scaling.py", arguments, runs=len(planned), cores=os.cpu_count())
     kinds: list[Row] = [{"on": "ray", "workers": w, "per_gpu": p} for p in options.per_gpu for w in options.workers]
