@@ -92,7 +92,7 @@ class Coordinator:
         for name, place in self.queue.places.items():
             count, rate = nodes.get(place.node, (0, 0.0))
             nodes[place.node] = (count + 1, rate + self.members[name].rate)
-        retired = [f"{place.node}: {place.retired}" for place in self.queue.places.values() if place.retired]
+        retired = [f"{place.node}: {place.retired}" for place in self.queue.retired()]
         events = [(run, event) for _, run, event in changed]
         return Progress(self.incarnation, self.version, events, nodes, retired, self.queue.done)
 
@@ -222,12 +222,12 @@ class Coordinator:
     def _wanted(self) -> int:
         slots, _ = self._slots()
         unfinished = sum(job.state in ("waiting", "running") for job in self.queue.jobs)
-        retired = sum(bool(place.retired) for place in self.queue.places.values())  # they keep their place
-        return min(unfinished + retired, slots if self.sweep.workers is None else self.sweep.workers)
+        places = unfinished + len(self.queue.retired())
+        return min(places, slots if self.sweep.workers is None else self.sweep.workers)
 
     def _create_workers(self) -> None:
         wanted, (_, resources) = self._wanted(), self._slots()
-        self.queue.expected = wanted - sum(bool(place.retired) for place in self.queue.places.values())
+        self.queue.expected = wanted - len(self.queue.retired())
         own = ray.get_runtime_context().current_actor
         while len(self.members) < wanted and self.failed_starts < MAX_FAILED_STARTS:
             name = uuid.uuid4().hex[:8]
