@@ -45,6 +45,7 @@ from incvec.engine.sweep import data_key
 from incvec.engine.threads import single_thread_for_small_images
 
 Events = Iterator[tuple[int, ev.Event]]
+KIND = ("on", "at_once", "workers", "per_gpu")  # what distinguishes the rows
 POLL_INTERVAL = 0.1  # seconds; workers report every half second
 
 
@@ -148,9 +149,6 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
             kind["efficiency"] = round(reference.setdefault(kind["per_gpu"], per_worker) / per_worker, 3)
         result.append(kind)
     return result
-
-
-KIND = ("on", "at_once", "workers", "per_gpu")  # what distinguishes the rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
