@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from incvec.atomic_files import write_tensors
+from incvec.engine import events as ev
+from incvec.engine.scheduler import Failed
 from incvec.presets import resolve
 
 RESULTS = Path(__file__).parents[2] / "results/benchmarks"
@@ -210,6 +213,43 @@ def test_efficiency_of_several_workers(program: Any) -> None:
     one, two = {"workers": 1, "per_gpu": 1}, {"workers": 2, "per_gpu": 1}
     rows = [row("local", 9), row("ray", 10, **one), row("ray", 99, **one), row("ray", 11, **one), row("ray", 6, **two)]
     local, first, second = program("cluster_scaling").summarize(rows)
-    assert "efficiency" not in local
+    assert local == {"on": "local", "training_seconds": 9}
     assert first["training_seconds"] == 11
     assert (first["efficiency"], second["efficiency"]) == (1.0, pytest.approx(11 / 12, abs=1e-3))
+
+
+def test_images_per_second_of_a_sweep(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs train 10 images per second each. The second one begins later, and some of its events are missing."""
+    scaling = program("cluster_scaling")
+    now = 0.0
+
+    def events() -> Iterator[tuple[int, ev.Event]]:
+        nonlocal now
+        for second in range(100):
+            now = 50.0 + second
+            for run, began in ((0, 0), (1, 5)):
+                epoch = second - began
+                if epoch == 0:
+                    yield run, ev.Started("a", 1, "eager", "cpu")
+                    yield run, ev.StageStarted(0, "main", 100, 0, 10, 1)
+                elif epoch > 0 and (run, epoch % 2) != (1, 0):
+                    yield run, ev.EpochEnded(0, "main", epoch, 100, {}, 0.0, None)
+
+    monkeypatch.setattr(scaling.time, "time", lambda: now)
+    row = scaling.measure(events(), together=2, seconds=4.0, began=40.0)
+    assert row == {"start_seconds": 16.0, "together_seconds": 4.0, "images_per_second": 20}
+    with pytest.raises(SystemExit, match="more epochs"):
+        scaling.measure(events(), together=2, seconds=400.0, began=40.0)
+    with pytest.raises(ValueError, match="bad"):
+        scaling.measure(iter([(0, Failed(ValueError("bad")))]), 1, 1.0, 0.0)
+
+
+def test_whole_sweep(program: Any, tmp_path: Path) -> None:
+    """Without Ray, on the digits."""
+    file = tmp_path / "s.json"
+    small = ("podnet.net=tiny", "podnet.epochs=1", "podnet.balance_epochs=1")
+    given = [*("--only", "podnet-3-", "--seeds", "0"), *(word for each in small for word in ("--set", each))]
+    program("cluster_scaling").main([*given, "--workers", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["runs"] == 1
+    assert row["wall_seconds"] > row["training_seconds"] > 0

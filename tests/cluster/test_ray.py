@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,32 @@ def test_sweep_equals_the_local_one(cluster: LocalCluster, local: Path, tmp_path
 
 
 def test_killed_node(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
-    """SIGKILL for a node that has trained a base and is in an increment: its run continues on the other one."""
+    """SIGKILL for a node that has trained a base and is in an increment: its run continues on the other one.
+
+    The coordinator is not lost with it: it is on the node of the driver, which has no cores here.
+    """
     driver = start(tmp_path / "log", *cluster.options(tmp_path / "out"))
     out = tmp_path / "out"
     until(lambda: list(out.glob("*/checkpoint.safetensors")))
     node = until(lambda: next((name for name, _, runs in cluster.workers() if runs), None))
     cluster.kill_node(node.partition("(")[2].rstrip(")"))
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
+    assert f"its worker on {node} was lost" in (tmp_path / "log").read_text()
+    same_sweep(out, local)
+
+
+def test_hanging_worker(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
+    """A process that is stopped reports nothing more; another one takes its place."""
+    out = tmp_path / "out"
+    driver = start(tmp_path / "log", *cluster.options(out))
+    until(lambda: list(out.glob("*/record.json")))
+    module = "incvec.cluster.coordinator"
+    ray.get(cluster.coordinator().__ray_call__.remote(lambda _: setattr(sys.modules[module], "HANG_TIMEOUT", 6.0)))
+    node, pid, _ = until(lambda: next((worker for worker in cluster.workers() if worker[2]), None))
+    os.kill(pid, signal.SIGSTOP)
+    assert driver.wait(240) == 0, (tmp_path / "log").read_text()
+    assert f"its worker on {node} was lost (no report for" in (tmp_path / "log").read_text()
+    until(lambda: not Path(f"/proc/{pid}").exists(), seconds=30)
     same_sweep(out, local)
 
 
@@ -101,13 +121,14 @@ def test_full_disk_on_one_node(cluster: LocalCluster, local: Path, tmp_path: Pat
 
 
 def test_killed_coordinator(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
-    """Ray starts it again; it finds in the storage what is done."""
+    """Ray starts it again; it finds in the storage what is done. Each result is reported once."""
     out = tmp_path / "out"
     driver = start(tmp_path / "log", *cluster.options(out))
-    until(lambda: list(out.glob("*/record.json")))
+    until(lambda: "finished digits" in (tmp_path / "log").read_text())
     pid = ray.get(cluster.coordinator().__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "log").read_text().count("finished digits") == RUNS
     same_sweep(out, local)
 
 

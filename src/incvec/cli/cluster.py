@@ -49,6 +49,14 @@ def connect(options: Options) -> bool:
 def train(title: str, planned: Sequence[tuple[str, RunConfig]], check: Check | None, options: Options) -> int:
     """Train the unfinished runs of a sweep on Ray; returns the number of runs that failed."""
     check_devices(dict(planned))
+    sweep, own = start(title, planned, check, options)
+    return follow(sweep, options, own)
+
+
+def start(
+    title: str, planned: Sequence[tuple[str, RunConfig]], check: Check | None, options: Options
+) -> tuple[client.Sweep, bool]:
+    """Start a sweep, or find the one that is running. Also returns whether the cluster ends with this process."""
     own = connect(options)
     from incvec.cluster import client
     from incvec.cluster.versions import own_versions
@@ -67,7 +75,7 @@ def train(title: str, planned: Sequence[tuple[str, RunConfig]], check: Check | N
         options.cores,
         own_versions(),
     )
-    return follow(client.start(sweep), options, own)
+    return client.start(sweep), own
 
 
 def attach(title: str, options: Options) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 from incvec.cluster.job import ClusterSweep, sweep_name
 from incvec.engine import events as ev
+from incvec.engine.scheduler import Failed, Requeued
 from incvec.errors import ConfigError, TrainingError
 
 NAMESPACE = "incvec"
@@ -64,6 +65,8 @@ class Sweep:
         import ray
 
         version, incarnation, unavailable_since = 0, "", 0.0
+        training: set[int] = set()
+        finished: set[int] = set()
         while True:
             try:
                 progress = ray.get(self.coordinator.progress.remote(version), timeout=RESTART_TIMEOUT)
@@ -78,10 +81,18 @@ class Sweep:
             unavailable_since = 0.0
             if incarnation not in ("", progress.incarnation):
                 version, incarnation = 0, progress.incarnation
+                yield from ((run, Requeued(RESTARTED)) for run in sorted(training))
+                training.clear()
                 continue
             version, incarnation = progress.version, progress.incarnation
             self.nodes = describe_nodes(progress.nodes, progress.retired)
-            yield from progress.events
+            for run, event in progress.events:
+                if run in finished:  # a coordinator that was started again reports it once more
+                    continue
+                if isinstance(event, ev.Finished):
+                    finished.add(run)
+                (training.discard if isinstance(event, ev.Finished | Failed) else training.add)(run)
+                yield run, event
             yield 0, ev.Tick(waiting=True)
             if progress.done:
                 return
@@ -96,6 +107,7 @@ class Sweep:
         ray.kill(self.coordinator, no_restart=True)
 
 
+RESTARTED = "the coordinator of the sweep was lost, and Ray has started it again"
 LOST = (
     "the coordinator of the sweep is lost, or the sweep was stopped. Give the same command again to go on: finished "
     "runs and checkpoints are kept."
@@ -129,6 +141,7 @@ def start(sweep: ClusterSweep) -> Sweep:
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
+            memory=1,  # one byte, since Ray places actors without any resources at random
             max_restarts=-1,
             scheduling_strategy=here,
         )

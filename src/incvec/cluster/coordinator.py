@@ -23,7 +23,7 @@ from incvec.cluster.worker import STOP, Worker
 from incvec.engine import events as ev
 from incvec.engine.checkpoint import check_finished
 from incvec.engine.scheduler import Failed, Requeued
-from incvec.engine.sweep import base_group
+from incvec.engine.sweep import base_group, data_key
 from incvec.errors import IncvecError, StorageError, TrainingError
 from incvec.registry import load_plugin
 
@@ -31,6 +31,7 @@ SUPERVISION_INTERVAL = 1.0  # seconds between two checks of the cluster
 BUSY_DELAY = 10.0  # seconds until a run that another process works on is tried again
 ENDING_TIME = 30.0  # seconds for a worker to end by itself
 MAX_FAILED_STARTS = 6  # workers in a row that ended before they asked for a run
+HANG_TIMEOUT = 1800.0  # seconds without any report from a worker that has loaded its data
 
 
 @dataclass
@@ -53,6 +54,9 @@ class Member:
     joined: bool = False
     pid: int = 0
     rate: float = 0.0
+    heard: float = 0.0  # when it last reported
+    loaded: set[str] = field(default_factory=set)  # data sets
+    hung: str = ""
     supervision: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -88,7 +92,7 @@ class Coordinator:
         for name, place in self.queue.places.items():
             count, rate = nodes.get(place.node, (0, 0.0))
             nodes[place.node] = (count + 1, rate + self.members[name].rate)
-        retired = [f"{place.node}: {place.retired}" for place in self.queue.places.values() if place.retired]
+        retired = [f"{place.node}: {place.retired}" for place in self.queue.retired()]
         events = [(run, event) for _, run, event in changed]
         return Progress(self.incarnation, self.version, events, nodes, retired, self.queue.done)
 
@@ -118,7 +122,9 @@ class Coordinator:
     async def report(self, worker: str, events: list[tuple[int, ev.Event]], images_per_second: float) -> None:
         if worker not in self.queue.places:
             return  # it was given up
-        self.members[worker].rate = images_per_second
+        member = self.members[worker]
+        member.rate, member.heard = images_per_second, time.monotonic()
+        member.loaded.update(self._data(run) for run, _ in events)
         for run, event in events:
             if self.queue.jobs[run].worker != worker:
                 continue
@@ -154,6 +160,7 @@ class Coordinator:
             self.ready.set()
             while not self.queue.done:
                 self._create_workers()
+                self._end_hung_workers()
                 if reason := self._dead_end():
                     self._abort(reason)
                 await asyncio.sleep(SUPERVISION_INTERVAL)
@@ -215,12 +222,12 @@ class Coordinator:
     def _wanted(self) -> int:
         slots, _ = self._slots()
         unfinished = sum(job.state in ("waiting", "running") for job in self.queue.jobs)
-        retired = sum(bool(place.retired) for place in self.queue.places.values())  # they keep their place
-        return min(unfinished + retired, slots if self.sweep.workers is None else self.sweep.workers)
+        places = unfinished + len(self.queue.retired())
+        return min(places, slots if self.sweep.workers is None else self.sweep.workers)
 
     def _create_workers(self) -> None:
         wanted, (_, resources) = self._wanted(), self._slots()
-        self.queue.expected = wanted - sum(bool(place.retired) for place in self.queue.places.values())
+        self.queue.expected = wanted - len(self.queue.retired())
         own = ray.get_runtime_context().current_actor
         while len(self.members) < wanted and self.failed_starts < MAX_FAILED_STARTS:
             name = uuid.uuid4().hex[:8]
@@ -228,13 +235,25 @@ class Coordinator:
             member = self.members[name] = Member(handle)
             member.supervision = asyncio.get_running_loop().create_task(self._supervise(name, member))
 
+    def _data(self, run: int) -> str:
+        return data_key(self.sweep.runs[run][1])
+
+    def _end_hung_workers(self) -> None:
+        """End workers that have stopped reporting. Loading data may take any time, so it is not counted."""
+        for name, place in self.queue.places.items():
+            member = self.members[name]
+            silent = time.monotonic() - member.heard > HANG_TIMEOUT
+            if silent and place.jobs and member.loaded.issuperset(map(self._data, place.jobs)) and not member.hung:
+                member.hung = f"no report for {HANG_TIMEOUT / 60:.0f} minutes"
+                ray.kill(member.handle)
+
     async def _supervise(self, name: str, member: Member) -> None:
         """Wait for the end of a worker. If it ends before the sweep, its runs are queued again."""
         try:
             await member.handle.work.remote()
             reason = "the worker has ended"
         except Exception as error:  # whatever Ray raises for a process or node that is gone
-            reason = describe_loss(error)
+            reason = member.hung or describe_loss(error)
             if raised_by_worker(error) and self._retire(name, reason):
                 return
         if member.joined:

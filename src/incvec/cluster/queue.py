@@ -72,6 +72,10 @@ class Queue:
     def working(self) -> list[Place]:
         return [place for place in self.places.values() if not place.retired]
 
+    def retired(self) -> list[Place]:
+        """Those that get no more runs. They keep their place."""
+        return [place for place in self.places.values() if place.retired]
+
     def blame(self, worker: str, reason: str, unless_last: bool = False) -> None:
         """A run failed because of the worker's node. After `MAX_FAILURES` in a row the worker gets no more runs.
 

@@ -78,7 +78,8 @@ class Worker:
         """The runs that the coordinator hands out; None while it has none."""
         while True:
             if time.monotonic() < self.next_ask:
-                self.idle()
+                if self.active == 0:
+                    time.sleep(ASK_INTERVAL / 2)
                 yield None
                 continue
             if self.active == 0:
@@ -93,10 +94,6 @@ class Worker:
             self.taken.append(answer)
             self.active += 1
             yield partial(self.make_run, *self.sweep.runs[answer])
-
-    def idle(self) -> None:
-        if self.active == 0:
-            time.sleep(ASK_INTERVAL / 2)
 
     def make_run(self, folder: str, config: RunConfig) -> Run:
         key = data_key(config)
@@ -135,7 +132,9 @@ class Worker:
                 self.storage.finish(self.sweep.runs[run][0])
                 summary = {"metrics": event.record["metrics"], "method": event.record["method"]}
                 self.outbox[run, "Finished"] = ev.Finished(summary, event.path, event.already)
-                self.ended()
+                self.active -= 1
+                self.next_ask = 0.0
+                self.report()
             case Failed():
                 error = event.error
                 traceback.print_exception(error)  # into the log of this worker
@@ -154,11 +153,6 @@ class Worker:
                 self.outbox[run, name] = event
         if time.monotonic() >= self.next_report:
             self.report()
-
-    def ended(self) -> None:
-        self.active -= 1
-        self.next_ask = 0.0
-        self.report()
 
     def report(self) -> None:
         events = [(run, event) for (run, _), event in self.outbox.items()]
