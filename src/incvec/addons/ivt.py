@@ -197,6 +197,7 @@ class IVTAddOn(AddOn):
     def begin_epoch(self, task: Task, stage: Stage, epoch: int) -> None:
         if self._collects(stage):
             self.plugin.epochs = stage.epochs  # a state of an earlier version does not have it
+            self.plugin.interval = self.options.interval or stage.epochs
             self.plugin.begin_epoch(epoch)
 
     def gradients(self, stage: Stage, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -217,8 +218,6 @@ class IVTAddOn(AddOn):
         if not self._collects(stage):
             return
         moved = self.plugin.end_epoch()
-        if self.options.interval is None and epoch == stage.epochs and task.index > 0:
-            moved = self.plugin.teleport()
         if moved and self.options.optimizer_state == "reset" and optimizer is not None:
             parameters = self.plugin.core.parameters
             reset_state([optimizer], [parameters[name] for name, *_ in self.plugin.core.statistics])

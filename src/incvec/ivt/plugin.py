@@ -215,13 +215,15 @@ class IVT(Schedule):
     def collect(self, loss: Tensor) -> None:
         """With fisher_loss="own": add the squared gradients of the new task's own loss, a scalar.
 
-        Call it before `backward()`, once per step, while `collecting` is True. It runs one backward pass through this
-        loss alone, keeps the graph for yours, and leaves `.grad` as it is. With several processes the gradients are
-        averaged over them, and each of them has to call it.
+        Call it before `backward()`, once per step, while `collecting` is True; in other epochs it does nothing. It runs
+        one backward pass through this loss alone, keeps the graph for yours, and leaves `.grad` as it is. With several
+        processes the gradients are averaged over them, and each of them has to call it.
         """
         self._require_task("collect()")
         if self.fisher_loss != "own":
             raise RuntimeError('collect() is for IVT(fisher_loss="own"); F comes from the optimizer\'s steps otherwise')
+        if not self.collecting:
+            return
         parameters = [p for p in (self.core.parameters[name] for name in self.core.anchor) if p.requires_grad]
         gradients = gradients_of(self.model, loss, parameters)
         self.core.accumulate(zip(parameters, gradients, strict=True))

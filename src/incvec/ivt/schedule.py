@@ -57,10 +57,13 @@ class Schedule:
 
     @property
     def collecting(self) -> bool:
-        """Whether F of the current epoch will be used: with fisher_loss="own", whether to call `collect`."""
+        """Whether F of the current epoch may be used: with fisher_loss="own", whether to call `collect`.
+
+        True in every epoch if the plug-in does not know which ones: without the number of epochs or an interval.
+        """
         if not self._in_task:
             return False
-        if self.fisher_loss == "whole" or self.epochs is None:
+        if self.fisher_loss == "whole" or self.epochs is None or self.interval is None:
             return True
         return self._epoch + 1 >= self.epochs or self.teleports_after(self._epoch + 1)
 
