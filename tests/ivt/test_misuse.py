@@ -252,6 +252,30 @@ def test_a_copy_within_a_task_listens_again_once_it_is_attached(how: str) -> Non
     again.begin_task(torch.optim.SGD(again.core.model.parameters(), lr=0.1))
 
 
+class WithItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.ivt = IVT.verbatim(self, interval=1)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_module_can_contain_its_plugin(how: str) -> None:
+    """As a LightningModule might; a copy serves as a teacher, for example."""
+    model = WithItsOwn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    base_task(model, model.ivt, optimizer)
+    model.ivt.begin_task(optimizer)
+    copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert copied.ivt.core.model is copied
+    fresh = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied.ivt.attach(fresh)
+    for each, of in ((optimizer, model), (fresh, copied)):
+        step(of, each, seed=1)
+        assert of.ivt.end_epoch()
+    torch.testing.assert_close(values(copied), values(model), rtol=0, atol=0)
+
+
 def test_nothing_keeps_a_dropped_ivt_or_its_optimizer_alive() -> None:
     model, optimizer, ivt = second_task()
     gone = weakref.ref(ivt)

@@ -59,6 +59,11 @@ class Core:
         self.teleports: list[tuple[int, int, Tensor]] = []  # of the task: epoch, number of elements, `overall`
         self._before: dict[str, Tensor] | None = None  # Fbar under the names and shapes before `begin`
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has parameters of its own. Its model may be incomplete yet, if the model has this object inside."""
+        self.__dict__.update(state)
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+
     def read_parameters(self) -> None:
         """Take the model's parameters as they are now."""
         self.parameters = float_parameters(self.model)

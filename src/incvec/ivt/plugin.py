@@ -398,4 +398,3 @@ class IVT(Schedule):
         self.__dict__.update(state)
         self._listener = Listener(self)
         self._inputs = Inputs(self.model)
-        self.core.read_parameters()
