@@ -409,6 +409,39 @@ def test_names_that_vanish_are_noticed_and_can_be_continued() -> None:
         ivt.begin_task(optimizer, past={"new.weight": "nowhere"})
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_head_that_is_left_alone_can_be_made_anew(rows: int) -> None:
+    """Its past makes no difference, so it needs neither `past` nor a warning, whatever its size."""
+    model = network()
+    ivt = IVT.verbatim(model, interval=1, exclude=["2"])
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            base_task(model, ivt, optimizer)
+        model[2] = nn.Linear(3, rows).double()
+    assert {row["name"] for row in ivt.report()} == {"0.weight", "0.bias"}
+
+
+def test_warnings_name_the_line_of_the_loop() -> None:
+    model, optimizer, ivt = second_task()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        IVT(nn.BatchNorm1d(1))
+        for _ in ivt.watch([]):
+            pass
+        step(model, optimizer, seed=0)
+        ivt.end_epoch()
+        step(model, optimizer, seed=0)
+        ivt.end_task()
+        ivt.interval = 5
+        ivt.begin_task(optimizer, epochs=2)
+    expected = ["batchnorm= was not given", "without a step", "steps after the last", "changes nothing"]
+    for warning, text in zip(caught, expected, strict=True):
+        assert text in str(warning.message)
+        assert warning.filename == __file__
+
+
 def test_states_of_other_models_are_refused_between_tasks_too() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -454,6 +487,7 @@ def test_watch_counts_whatever_steps_and_ends_the_epoch() -> None:
             foreign = torch.optim.SGD(other.parameters(), lr=0.1)
             watched = ivt.watch([3, 4])
             assert len(watched) == 2
+            assert watched.index(4) == 1  # the loader's own methods
             seen = []
             for seed in watched:
                 other.weight.grad = torch.ones(1, 1)

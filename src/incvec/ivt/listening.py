@@ -112,10 +112,15 @@ def takes_closure(optimizer: Optimizer) -> bool:
 
 
 class Watched(Generic[T]):
-    """See `IVT.watch`."""
+    """See `IVT.watch`. Everything else is the loader's, such as `dataset` and `batch_size`."""
 
     def __init__(self, ivt: IVT, loader: Iterable[T]) -> None:
         self._ivt, self._loader = ivt, loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy asks before it has a loader
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

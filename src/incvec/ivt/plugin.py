@@ -177,9 +177,15 @@ class IVT(Schedule):
                 "no parameter of the model requires gradients and is in the groups of the optimizer; "
                 "was the optimizer made for another model, or copied together with one?"
             )
-        self._endings.warn_about_new(core, past or {}, self._warn)
+        self._endings.warn_about_new(core, {*(past or {}), *left_alone}, self._warn)
         rows = {name: len(value) for name, value in core.cumulative.items() if value.dim()}
-        core.begin(trained, past)
+        gone = core.begin(trained, past, left_alone)
+        if gone:
+            self._warn(
+                f"gone {gone}",
+                f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
+                "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
+            )
         self._grown |= {
             name for name, count in rows.items() if name in core.cumulative and count < len(core.cumulative[name])
         }

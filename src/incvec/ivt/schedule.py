@@ -106,7 +106,6 @@ class Schedule:
                     "epochs",
                     "begin_task() was not told the number of epochs, so the teleport after the last one cannot be "
                     'skipped: give begin_task(optimizer, epochs=...), or IVT(last="teleport")',
-                    stacklevel=4,
                 )
         elif not any(self.teleports_after(epoch) for epoch in range(1, self.epochs + 1)):
             self._warn(
@@ -114,7 +113,6 @@ class Schedule:
                 f"IVT changes nothing in a task of {self.epochs} epoch(s) with a teleport every {self.interval}"
                 + (" and none after the last" if self.last == "skip" else "")
                 + ": use a smaller interval",
-                stacklevel=4,
             )
 
     def _check_epoch(self) -> None:
@@ -128,12 +126,10 @@ class Schedule:
                     if self.fisher_loss == "own"
                     else "If the model was trained, IVT is not listening to the optimizer that steps: attach() it"
                 ),
-                stacklevel=4,
             )
-
         if self.epochs is not None and self._epoch >= self.epochs:
             text = f"epoch {self._epoch + 1} of a task that was to have {self.epochs} epochs"
-            self._warn(f"longer {self._task}", text, stacklevel=4)
+            self._warn(f"longer {self._task}", text)
 
     def _check_steps(self) -> None:
         """Refuse a task that ends without a step, and warn about one whose F_t is not that of its last epoch."""
@@ -144,11 +140,10 @@ class Schedule:
                 "abandon_task() forgets the task"
             )
         if not self._epoch and self._seen:
-            self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task", 4)
+            self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task")
         elif self._seen and not self.core.finalized:
             self._warn(
                 "steps after",
                 f"steps after the last end_epoch() of task {self._task}: F_t is taken over those alone. Call it "
                 "after every epoch, and train nothing between it and end_task()",
-                stacklevel=4,
             )
