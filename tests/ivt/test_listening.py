@@ -166,6 +166,18 @@ def test_a_new_optimizer_replaces_the_old_one() -> None:
     torch.testing.assert_close(ivt.fisher["0.weight"], gradients["0.weight"] ** 2)
 
 
+def test_attach_takes_optimizers_as_begin_task_does() -> None:
+    model = network()
+    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    ivt = IVT.verbatim(model)
+    for given in ((parts,), tuple(parts), (iter(parts),)):
+        ivt.begin_task(parts[0])
+        ivt.attach(*given)
+        gradients = step(model, *parts, seed=0)
+        assert ivt.fisher.keys() == gradients.keys()
+        ivt.abandon_task()
+
+
 def test_steps_between_tasks_are_not_listened_to() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -25,7 +25,7 @@ from incvec.addons.ivt_stages import FISHER, IVTStages, main_stage
 from incvec.contracts import AddOn, Method, Stage, Task, World
 from incvec.errors import CheckpointError
 from incvec.ivt import IVT
-from incvec.ivt.listening import INPUT_BATCHES
+from incvec.ivt.inputs import INPUT_BATCHES
 from incvec.ivt.optimizer_state import reset_state
 from incvec.ivt.statistics import by_column, part_statistics
 

@@ -17,21 +17,22 @@ adds squares to F in place. Steps, ends of epochs and diagonal teleports never s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from . import names
 from .batchnorm import Probe, batchnorm_layers
 from .checks import Endings, check_parameters, warn_about_batchnorm
 from .core import BatchNormChoice, Core, Memory
 from .fisher import Structure, check_choice
-from .listening import Inputs, Listener, Watched, gradients_of, measured_fisher
+from .inputs import Inputs
+from .listening import Listener, Watched
 from .names import Excluded, Past, exclusions, float_parameters, unwrap
 from .optimizer_state import reset_state
+from .processes import gradients_of, measured_fisher
 from .schedule import FisherLoss, Last, Schedule
 from .statistics import ReportRow, TeleportRow, report_rows, teleport_rows
 
@@ -103,7 +104,7 @@ class IVT(Schedule):
         self.model = model
         self.core = Core(unwrap(model), structure, memory, layers=batchnorm == "layer")
         self._listener = Listener(self)
-        self._inputs = Inputs(model)
+        self._inputs = Inputs(model, probe)
         self._grown: set[str] = set()  # tensors that have grown since an earlier task
         self._endings = Endings()
         if batchnorm is None:
@@ -257,14 +258,11 @@ class IVT(Schedule):
         self._require_task("teleport()")
         if self.fisher_loss == "own" and not self.core.fisher.seen and self._task > 1:
             self._warn("no F", "teleport() without an F_t in this task: call collect(loss) in the epochs before it")
-        probe: Probe | None = self.probe
-        modes: AbstractContextManager[None] = nullcontext()
-        if self.core.layers and self._task > 1 and probe is None and batchnorm_layers(self.core.model):
-            probe, modes = self._inputs.for_maps(), self._inputs.training_modes()
-        with modes:
+        layers = self.core.layers and self._task > 1 and bool(batchnorm_layers(self.core.model))
+        with self._inputs.probing() if layers else nullcontext() as probe:
             moved = self.core.teleport(self._left_alone(), probe, self._epoch)
-        if moved and self.core.layers:
-            self._inputs.share(self.probe)
+        if moved and layers:
+            self._inputs.share()
         if self.optimizer_state == "reset":
             current = float_parameters(self.core.model)
             reset_state(self._listener.optimizers, [current[name] for name in moved])
@@ -276,8 +274,12 @@ class IVT(Schedule):
         self._require_task("end_task()")
         check_parameters(self.core, self._task, self._warn)
         self._check_steps()
-        if self.batchnorm == "recalibrate":
-            self._inputs.recalibrate(self.core.model, self.probe)
+        if self.batchnorm == "recalibrate" and batchnorm_layers(self.core.model) and not self._inputs.recalibrate():
+            self._warn(
+                "recalibrate",
+                'batchnorm="recalibrate" needs inputs of the model, but it was not called in train mode: the running '
+                "statistics stay as they are. Call the model itself, not its parts, or give IVT(probe=...)",
+            )
         self._endings.record(self.core.parameters)
         unknown = self.core.end()
         if unknown:
@@ -324,18 +326,18 @@ class IVT(Schedule):
     # Listening
 
     def attach(self, *optimizers: Any) -> None:
-        """Count the steps of these optimizers and of no others, from now to the end of the task.
+        """Count the steps of these optimizers, given as in begin_task(), and of no others, from now to the task's end.
 
         For a task that goes on from a loaded state, or whose optimizer was made anew.
         """
         if not self._in_task:
             raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
         self._copied = False
-        self._listener.attach(tuple(map(names.unwrap_optimizer, optimizers)))
+        self._listener.attach(tuple(each for given in optimizers for each in names.optimizers_of(given)))
         self._remember_inputs()
 
     def _remember_inputs(self) -> None:
-        if self.probe is None and self.batchnorm != "keep" and batchnorm_layers(self.core.model):
+        if self.batchnorm != "keep" and batchnorm_layers(self.core.model):
             self._inputs.remember()
 
     def watch(self, loader: Iterable[T]) -> Watched[T]:
@@ -347,18 +349,6 @@ class IVT(Schedule):
         """
         self._require_task("watch()")
         return Watched(self, loader)
-
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The hook that runs before a step; `last` tells whether other hooks may still change gradients."""
-        if not self._in_task:
-            return None
-        if self.fisher_loss == "own":
-            self._seen = self._seen or not self.collecting
-            return None
-        self._seen = True
-        return self._listener.accumulate_in(optimizer, args, kwargs, last)
 
     def detach(self) -> None:
         """Stop listening and remove every hook. `attach` listens again."""
@@ -403,4 +393,4 @@ class IVT(Schedule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._listener = Listener(self)
-        self._inputs = Inputs(self.model)
+        self._inputs = Inputs(self.model, self.probe)

@@ -77,6 +77,14 @@ class Schedule:
         """Do not warn about these matters, for a host that says them itself."""
         self._warn.known.update(matters)
 
+    def _count_step(self) -> bool:
+        """Called before each step of an optimizer; returns whether F takes its gradients."""
+        if not self._in_task:
+            return False
+        whole = self.fisher_loss == "whole"
+        self._seen = self._seen or whole or not self.collecting
+        return whole
+
     # Checks
 
     def _require_task(self, call: str) -> None:
