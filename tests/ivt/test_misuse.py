@@ -533,6 +533,16 @@ def test_a_model_trained_elsewhere_gets_a_past() -> None:
         ivt.begin_with(data, lambda x: model(x).sum())
 
 
+def test_measuring_a_past_changes_no_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    data = torch.randn(2, 6, 4)
+    ivt = IVT(model, batchnorm="recalibrate", probe=lambda: model(data[0]))
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ivt.begin_with(data, lambda x: model(x).square().mean())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_repr_says_where_it_stands() -> None:
     model, optimizer, ivt = second_task(exclude=["2"])
     assert repr(IVT(network())) == "<IVT of Sequential: no task yet; interval=10, last='skip', batchnorm='keep'>"

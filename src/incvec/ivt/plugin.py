@@ -280,6 +280,9 @@ class IVT(Schedule):
                 'batchnorm="recalibrate" needs inputs of the model, but it was not called in train mode: the running '
                 "statistics stay as they are. Call the model itself, not its parts, or give IVT(probe=...)",
             )
+        self._end()
+
+    def _end(self) -> None:
         self._endings.record(self.core.parameters)
         unknown = self.core.end()
         if unknown:
@@ -298,7 +301,7 @@ class IVT(Schedule):
     def abandon_task(self) -> None:
         """Forget the current task, for example after an exception: Fbar and `task` are as before begin_task().
 
-        The model keeps the weights it has.
+        The model keeps the weights it has. If the task was loaded from a state, Fbar keeps the names that `past` gave.
         """
         if not self._in_task:
             raise RuntimeError("abandon_task() outside a task: there is nothing to abandon")
@@ -320,8 +323,7 @@ class IVT(Schedule):
         self.core.begin(trained)
         self.core.fisher = fisher
         self._task += 1
-        self._in_task, self._epoch, self._seen = True, 1, False
-        self.end_task()
+        self._end()
 
     # Listening
 
