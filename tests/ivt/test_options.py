@@ -145,3 +145,15 @@ def test_without_a_schedule_every_epoch_collects() -> None:
     ivt = IVT(model, interval=None, exclude=(), fisher_loss="own")
     ivt.begin_task(optimizer, epochs=3)
     assert ivt.collecting
+
+
+def test_a_task_without_collect_says_so() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, exclude=(), fisher_loss="own")
+    ivt.begin_task(optimizer, epochs=1)
+    step(model, optimizer, seed=0)
+    with pytest.warns(UserWarning, match=r"collect\(loss\)"):
+        ivt.end_epoch()
+    with pytest.raises(RuntimeError, match=r"without any step.*collect\(loss\)"):
+        ivt.end_task()

@@ -128,24 +128,25 @@ class Schedule:
         if not self._seen:
             self._warn(
                 f"unseen {self._task}",
-                "end_epoch() without a step since the last one: F_t stays that of the earlier epoch. "
-                + (
-                    "Call collect(loss) before backward() while `collecting` is True"
-                    if self.fisher_loss == "own"
-                    else "If the model was trained, IVT is not listening to the optimizer that steps: attach() it"
-                ),
+                f"end_epoch() without a step since the last one: F_t stays that of the earlier epoch. {self._remedy()}",
             )
         if self.epochs is not None and self._epoch >= self.epochs:
             text = f"epoch {self._epoch + 1} of a task that was to have {self.epochs} epochs"
             self._warn(f"longer {self._task}", text)
 
+    def _remedy(self) -> str:
+        if self.fisher_loss == "own":
+            return "Call collect(loss) before backward() while `collecting` is True"
+        return (
+            "If the model was trained, IVT is not listening to the optimizer that steps (a deep copy of one loses its "
+            "hooks): give it to begin_task(), attach() it, or use `for batch in ivt.watch(loader)`"
+        )
+
     def _check_steps(self) -> None:
         """Refuse a task that ends without a step, and warn about one whose F_t is not that of its last epoch."""
         if not any(self.core.fisher.counts().values()):
             raise RuntimeError(
-                f"task {self._task} ends without any step seen by IVT. Give begin_task(optimizer) the optimizer that "
-                "steps (a deep copy of one loses its hooks), or use `for batch in ivt.watch(loader)`; "
-                "abandon_task() forgets the task"
+                f"task {self._task} ends without any step seen by IVT. {self._remedy()}; abandon_task() forgets the task"
             )
         if not self._epoch and self._seen:
             self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task")
