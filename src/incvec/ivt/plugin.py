@@ -181,12 +181,6 @@ class IVT(Schedule):
         self._endings.warn_about_new(core, {*(past or {}), *left_alone}, self._warn)
         rows = {name: len(value) for name, value in core.cumulative.items() if value.dim()}
         gone = core.begin(trained, past, left_alone)
-        if gone:
-            self._warn(
-                f"gone {gone}",
-                f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
-                "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
-            )
         self._grown |= {
             name for name, count in rows.items() if name in core.cumulative and count < len(core.cumulative[name])
         }
@@ -199,6 +193,12 @@ class IVT(Schedule):
         self._seen = self._copied = False
         self._listener.attach(optimizers)
         self._remember_inputs()
+        if gone:
+            self._warn(
+                f"gone {gone}",
+                f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
+                "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
+            )
         self._warn_about_schedule()
 
     def _left_alone(self) -> frozenset[str]:
