@@ -141,7 +141,7 @@ def test_a_lost_hook_is_noticed_as_a_task_without_steps() -> None:
     step(model, lost, seed=0)
     with pytest.warns(UserWarning, match="without a step"):
         ivt.end_epoch()
-    with pytest.raises(RuntimeError, match=r"task 1 ends without any step.*deep copy"):
+    with pytest.raises(RuntimeError, match=r"task 1 ends without a step.*deep copy"):
         ivt.end_task()
     ivt.core.set_fisher({name: torch.ones_like(p) for name, p in model.named_parameters()})
     ivt.end_task()

@@ -155,5 +155,5 @@ def test_a_task_without_collect_says_so() -> None:
     step(model, optimizer, seed=0)
     with pytest.warns(UserWarning, match=r"collect\(loss\)"):
         ivt.end_epoch()
-    with pytest.raises(RuntimeError, match=r"without any step.*collect\(loss\)"):
+    with pytest.raises(RuntimeError, match=r"without a step.*collect\(loss\)"):
         ivt.end_task()

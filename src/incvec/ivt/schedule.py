@@ -146,7 +146,7 @@ class Schedule:
         """Refuse a task that ends without a step, and warn about one whose F_t is not that of its last epoch."""
         if not any(self.core.fisher.counts().values()):
             raise RuntimeError(
-                f"task {self._task} ends without any step seen by IVT. {self._remedy()}; abandon_task() forgets the task"
+                f"task {self._task} ends without a step seen by IVT. {self._remedy()}; abandon_task() forgets the task"
             )
         if not self._epoch and self._seen:
             self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task")
