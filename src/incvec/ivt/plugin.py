@@ -48,8 +48,9 @@ class IVT(Schedule):
     Args:
         model: the module to teleport. Parameters are identified by name; compiled, DP and DDP wrappers are unwrapped.
         interval: epochs between teleports. None: only when `teleport()` is called.
-        exclude: what is never teleported: prefixes of parameter names ("fc" or "fc."), modules, or predicates of a name
-            and a parameter. None: tensors that have grown since an earlier task, the classifier in most networks.
+        exclude: what is never teleported: prefixes of parameter names ("fc" or "fc."), predicates of a name and a
+            parameter, or modules (of one that is replaced when the model grows, give the name). None: tensors that have
+            grown since an earlier task, the classifier in most networks.
         last: "skip" omits the teleport after a task's last epoch, so that training ends with trained weights.
         batchnorm: "keep" moves weights and biases of BatchNorm layers like all others. "layer" moves the map of a
             convolution and its norm together (for methods that train on new classes only). "recalibrate" re-estimates
