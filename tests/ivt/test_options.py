@@ -40,6 +40,12 @@ def test_impossible_options_are_refused(options: Any, message: str) -> None:
         IVT(network(), **options)
 
 
+def test_a_batch_is_no_probe() -> None:
+    probe: Any = torch.zeros(2, 4)
+    with pytest.raises(TypeError, match="probe: expected a function"):
+        IVT(network(), batchnorm="layer", probe=probe)
+
+
 def test_something_that_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="Sequential"):
         IVT.verbatim(network()).begin_task(network())

@@ -90,6 +90,8 @@ class IVT(Schedule):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        if probe is not None and not callable(probe):
+            raise TypeError(f"probe: expected a function without arguments, got {type(probe).__name__}")
         if batchnorm is not None:
             check_choice("batchnorm", batchnorm, BatchNormChoice)
         check_choice("structure", structure, Structure)
