@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,16 @@ def warn_about_batchnorm(model: nn.Module, warn: Warner) -> None:
             "the model has BatchNorm layers, and batchnorm= was not given: their weights and biases are teleported "
             'like all others ("keep"). That suits methods which replay old samples; for methods that train on new '
             'classes only use batchnorm="layer"',
+        )
+
+
+def warn_about_gone(gone: Sequence[str], warn: Warner) -> None:
+    """Parameters of earlier tasks that the model no longer has."""
+    if gone:
+        warn(
+            f"gone {gone}",
+            f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
+            "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
         )
 
 

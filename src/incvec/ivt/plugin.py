@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from . import names
 from .batchnorm import Probe, batchnorm_layers
-from .checks import Endings, check_parameters, warn_about_batchnorm
+from .checks import Endings, check_parameters, warn_about_batchnorm, warn_about_gone
 from .core import BatchNormChoice, Core, Memory
 from .fisher import Structure, check_choice
 from .inputs import Inputs
@@ -196,12 +196,7 @@ class IVT(Schedule):
         self._seen = self._copied = False
         self._listener.attach(optimizers)
         self._remember_inputs()
-        if gone:
-            self._warn(
-                f"gone {gone}",
-                f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
-                "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
-            )
+        warn_about_gone(gone, self._warn)
         self._warn_about_schedule()
 
     def _left_alone(self) -> frozenset[str]:
