@@ -129,17 +129,21 @@ def test_a_given_probe_is_used_in_place_of_remembered_inputs() -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(other.named_parameters()))
 
 
-def test_norms_frozen_in_training_keep_their_statistics() -> None:
-    model, optimizer, ivt = start()
+@pytest.mark.parametrize("batchnorm", ["layer", "recalibrate"])
+def test_norms_frozen_in_training_keep_their_statistics(batchnorm: str) -> None:
+    model, optimizer, ivt = start(batchnorm=batchnorm)
     ivt.abandon_task()
     ivt.begin_task(optimizer, epochs=1)
     model.train()
     model.norm.eval()
     train(model, optimizer, ivt, 1)
-    statistics = model.norm.running_mean.clone()
+    frozen, trained = model.norm.running_mean.clone(), model.second.running_mean.clone()
     assert ivt.end_epoch()
-    assert torch.equal(model.norm.running_mean, statistics)
+    ivt.end_task()
+    assert torch.equal(model.norm.running_mean, frozen)
+    assert not torch.equal(model.second.running_mean, trained)
     assert not model.norm.training
+    assert model.second.training
 
 
 def test_a_model_that_is_not_called_itself_is_an_error_that_says_what_to_do() -> None:
@@ -162,6 +166,17 @@ def test_recalibrated_statistics_are_the_averages_of_the_last_batches() -> None:
     unbiased = [x.transpose(0, 1).flatten(1).var(1) for x in inputs]
     torch.testing.assert_close(model.norm.running_var, torch.stack(unbiased).mean(0))
     assert model.norm.momentum == 0.1
+
+
+def test_statistics_without_inputs_to_recalibrate_them_are_noticed() -> None:
+    model, optimizer, ivt = start(batchnorm="recalibrate")
+    ivt.abandon_task()
+    ivt.begin_task(optimizer, epochs=1)
+    model.conv(batches(0)[0]).sum().backward()
+    optimizer.step()
+    ivt.end_epoch()
+    with pytest.warns(UserWarning, match="Call the model itself"):
+        ivt.end_task()
 
 
 @pytest.mark.parametrize("kind", ["keyword", "dictionary"])

@@ -141,7 +141,7 @@ def test_a_lost_hook_is_noticed_as_a_task_without_steps() -> None:
     step(model, lost, seed=0)
     with pytest.warns(UserWarning, match="without a step"):
         ivt.end_epoch()
-    with pytest.raises(RuntimeError, match=r"task 1 ends without any step.*deep copy"):
+    with pytest.raises(RuntimeError, match=r"task 1 ends without a step.*deep copy"):
         ivt.end_task()
     ivt.core.set_fisher({name: torch.ones_like(p) for name, p in model.named_parameters()})
     ivt.end_task()
@@ -164,6 +164,18 @@ def test_a_new_optimizer_replaces_the_old_one() -> None:
     step(model, old, seed=1)
     ivt.end_epoch()
     torch.testing.assert_close(ivt.fisher["0.weight"], gradients["0.weight"] ** 2)
+
+
+def test_attach_takes_optimizers_as_begin_task_does() -> None:
+    model = network()
+    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    ivt = IVT.verbatim(model)
+    for given in ((parts,), tuple(parts), (iter(parts),)):
+        ivt.begin_task(parts[0])
+        ivt.attach(*given)
+        gradients = step(model, *parts, seed=0)
+        assert ivt.fisher.keys() == gradients.keys()
+        ivt.abandon_task()
 
 
 def test_steps_between_tasks_are_not_listened_to() -> None:

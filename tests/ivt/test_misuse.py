@@ -252,6 +252,30 @@ def test_a_copy_within_a_task_listens_again_once_it_is_attached(how: str) -> Non
     again.begin_task(torch.optim.SGD(again.core.model.parameters(), lr=0.1))
 
 
+class WithItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.ivt = IVT.verbatim(self, interval=1)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_module_can_contain_its_plugin(how: str) -> None:
+    """As a LightningModule might; a copy serves as a teacher, for example."""
+    model = WithItsOwn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    base_task(model, model.ivt, optimizer)
+    model.ivt.begin_task(optimizer)
+    copied = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert copied.ivt.core.model is copied
+    fresh = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied.ivt.attach(fresh)
+    for each, of in ((optimizer, model), (fresh, copied)):
+        step(of, each, seed=1)
+        assert of.ivt.end_epoch()
+    torch.testing.assert_close(values(copied), values(model), rtol=0, atol=0)
+
+
 def test_nothing_keeps_a_dropped_ivt_or_its_optimizer_alive() -> None:
     model, optimizer, ivt = second_task()
     gone = weakref.ref(ivt)
@@ -385,6 +409,39 @@ def test_names_that_vanish_are_noticed_and_can_be_continued() -> None:
         ivt.begin_task(optimizer, past={"new.weight": "nowhere"})
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_head_that_is_left_alone_can_be_made_anew(rows: int) -> None:
+    """Its past makes no difference, so it needs neither `past` nor a warning, whatever its size."""
+    model = network()
+    ivt = IVT.verbatim(model, interval=1, exclude=["2"])
+    for _ in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            base_task(model, ivt, optimizer)
+        model[2] = nn.Linear(3, rows).double()
+    assert {row["name"] for row in ivt.report()} == {"0.weight", "0.bias"}
+
+
+def test_warnings_name_the_line_of_the_loop() -> None:
+    model, optimizer, ivt = second_task()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        IVT(nn.BatchNorm1d(1))
+        for _ in ivt.watch([]):
+            pass
+        step(model, optimizer, seed=0)
+        ivt.end_epoch()
+        step(model, optimizer, seed=0)
+        ivt.end_task()
+        ivt.interval = 5
+        ivt.begin_task(optimizer, epochs=2)
+    expected = ["batchnorm= was not given", "without a step", "steps after the last", "changes nothing"]
+    for warning, text in zip(caught, expected, strict=True):
+        assert text in str(warning.message)
+        assert warning.filename == __file__
+
+
 def test_states_of_other_models_are_refused_between_tasks_too() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -430,6 +487,7 @@ def test_watch_counts_whatever_steps_and_ends_the_epoch() -> None:
             foreign = torch.optim.SGD(other.parameters(), lr=0.1)
             watched = ivt.watch([3, 4])
             assert len(watched) == 2
+            assert watched.index(4) == 1  # the loader's own methods
             seen = []
             for seed in watched:
                 other.weight.grad = torch.ones(1, 1)
@@ -473,6 +531,16 @@ def test_a_model_trained_elsewhere_gets_a_past() -> None:
     assert ivt.end_epoch()
     with pytest.raises(RuntimeError, match="before the first"):
         ivt.begin_with(data, lambda x: model(x).sum())
+
+
+def test_measuring_a_past_changes_no_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    data = torch.randn(2, 6, 4)
+    ivt = IVT(model, batchnorm="recalibrate", probe=lambda: model(data[0]))
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ivt.begin_with(data, lambda x: model(x).square().mean())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_repr_says_where_it_stands() -> None:

@@ -40,6 +40,12 @@ def test_impossible_options_are_refused(options: Any, message: str) -> None:
         IVT(network(), **options)
 
 
+def test_a_batch_is_no_probe() -> None:
+    probe: Any = torch.zeros(2, 4)
+    with pytest.raises(TypeError, match="probe: expected a function"):
+        IVT(network(), batchnorm="layer", probe=probe)
+
+
 def test_something_that_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match="Sequential"):
         IVT.verbatim(network()).begin_task(network())
@@ -108,3 +114,52 @@ def test_kernel_structure_solves_slices_and_leaves_the_rest_diagonal() -> None:
     ivt.begin_task(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert ivt.cumulative["0.weight"].shape == (4, 2, 9, 9)
     assert not ivt.cumulative["0.weight"][3].any()
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_collect_takes_one_epoch_however_often_it_is_called(always: bool) -> None:
+    """Outside the epochs whose F is used, `collect` adds nothing."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, interval=2, exclude=(), last="teleport", fisher_loss="own")
+    for task in range(2):
+        ivt.begin_task(optimizer, epochs=4)
+        for epoch in range(4):
+            squares = {name: torch.zeros_like(value) for name, value in values(model).items()}
+            for batch in range(3):
+                images = torch.randn(5, 4, generator=torch.Generator().manual_seed(epoch * 3 + batch)).double()
+                loss = model(images).square().mean()
+                if always or ivt.collecting:
+                    ivt.collect(loss)
+                optimizer.zero_grad()
+                loss.backward()
+                for name, parameter in model.named_parameters():
+                    assert parameter.grad is not None
+                    squares[name] += parameter.grad.square() / 3
+                optimizer.step()
+            moved = ivt.end_epoch()
+            assert moved == (task == 1 and epoch % 2 == 1)
+            if moved or epoch == 3:
+                torch.testing.assert_close(dict(ivt.fisher), squares)
+        ivt.end_task()
+
+
+def test_without_a_schedule_every_epoch_collects() -> None:
+    """The user may teleport after any epoch."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, interval=None, exclude=(), fisher_loss="own")
+    ivt.begin_task(optimizer, epochs=3)
+    assert ivt.collecting
+
+
+def test_a_task_without_collect_says_so() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ivt = IVT(model, exclude=(), fisher_loss="own")
+    ivt.begin_task(optimizer, epochs=1)
+    step(model, optimizer, seed=0)
+    with pytest.warns(UserWarning, match=r"collect\(loss\)"):
+        ivt.end_epoch()
+    with pytest.raises(RuntimeError, match=r"without a step.*collect\(loss\)"):
+        ivt.end_task()

@@ -41,8 +41,9 @@ BASE_FILES = (
 OTHER_FILES = (
     "__init__.py", "__main__.py", "atomic_files.py", "config.py", "errors.py", "metrics.py", "records.py",
     "registry.py", "declarations.py", "lazy.py", "text_files.py", "addons/", "presets/", "methods/",
-    "ivt/__init__.py", "ivt/batchnorm.py", "ivt/checks.py", "ivt/core.py", "ivt/listening.py", "ivt/optimizer_state.py",
-    "ivt/plugin.py", "ivt/schedule.py", "ivt/state.py", "ivt/statistics.py", "ivt/transform.py",
+    "ivt/__init__.py", "ivt/batchnorm.py", "ivt/checks.py", "ivt/core.py", "ivt/inputs.py", "ivt/listening.py",
+    "ivt/optimizer_state.py", "ivt/plugin.py", "ivt/processes.py", "ivt/schedule.py", "ivt/state.py",
+    "ivt/statistics.py", "ivt/transform.py",
     "nets/__init__.py",
     "data/__init__.py", "data/aircraft.py", "data/cifar.py", "data/class_lists.py", "data/dataset.py",
     "data/datasets.py", "data/digits.py", "data/folder.py", "data/image_files.py", "data/layouts.py", "data/listing.py",

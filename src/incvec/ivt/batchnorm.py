@@ -17,7 +17,7 @@ Moving filters and slope separately could give any function, so their product is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -193,10 +193,12 @@ class Recalibration:
     """
 
     @torch.no_grad()
-    def __init__(self, model: nn.Module) -> None:
-        self.layers = list(batchnorm_layers(model).values())
+    def __init__(self, model: nn.Module, norms: Collection[nn.Module] | None = None) -> None:
+        layers = {name: norm for name, norm in batchnorm_layers(model).items() if norms is None or norm in norms}
+        self.layers = list(layers.values())
         self.momenta = [layer.momentum for layer in self.layers]
-        self.live = running_statistics(model)
+        live = running_statistics(model)
+        self.live = {name: buffer for name, buffer in live.items() if name.rpartition(".")[0] in layers}
         self.sums = {name: torch.zeros_like(buffer) for name, buffer in self.live.items()}
         # A tensor: CUDA divides by a Python number through its reciprocal, which rounds differently.
         self.count = torch.zeros((), device=next(iter(self.sums.values())).device if self.sums else None)
@@ -223,9 +225,9 @@ class Recalibration:
 
 
 @contextmanager
-def batchnorm_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Within it all BatchNorm layers are in train or eval mode; afterwards each one is in its previous mode."""
-    layers = list(batchnorm_layers(model).values())
+def batchnorm_mode(model: nn.Module, training: bool, norms: Collection[nn.Module] | None = None) -> Iterator[None]:
+    """Within it BatchNorm layers, all or some, are in train or eval mode, and then in their previous mode again."""
+    layers = [norm for norm in batchnorm_layers(model).values() if norms is None or norm in norms]
     modes = [layer.training for layer in layers]
     for layer in layers:
         layer.train(training)
@@ -236,8 +238,13 @@ def batchnorm_mode(model: nn.Module, training: bool) -> Iterator[None]:
             layer.train(mode)
 
 
-def recalibrate(model: nn.Module, batches: Iterable[T], forward: Callable[[T], object] | None = None) -> None:
-    """Re-estimate the running statistics of every BatchNorm layer of `model`, in place.
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[T],
+    forward: Callable[[T], object] | None = None,
+    norms: Collection[nn.Module] | None = None,
+) -> None:
+    """Re-estimate the running statistics of the BatchNorm layers of `model`, in place.
 
     Each running mean and variance becomes the average of the batch means and (unbiased) batch variances over
     `batches`, at the weights the model has now. Only BatchNorm layers are put in train mode, for this time.
@@ -246,9 +253,10 @@ def recalibrate(model: nn.Module, batches: Iterable[T], forward: Callable[[T], o
         model: the network; its weights, modes and momenta are unchanged afterwards.
         batches: what `forward` takes, one after the other; at least one.
         forward: runs the model on one batch; by default `model(batch)`. Use it for autocast or for a wrapper.
+        norms: some of its BatchNorm layers; the others keep their statistics and modes.
     """
-    with batchnorm_mode(model, training=True), torch.no_grad():
-        recalibration = Recalibration(model)
+    with batchnorm_mode(model, True, norms), torch.no_grad():
+        recalibration = Recalibration(model, norms)
         try:
             for batch in batches:
                 (forward or model)(batch)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +14,25 @@ from torch import Tensor, nn
 
 from .batchnorm import batchnorm_layers
 from .core import Core
-from .names import Past, float_parameters
+from .names import float_parameters
+
+_SKIPPED = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
 
 
 class Warner:
-    """Warns once about each matter."""
+    """Warns once about each matter, naming the line of the user's loop."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
 
-    def __call__(self, matter: str, text: str, stacklevel: int = 3) -> None:
-        if matter not in self.known:
-            self.known.add(matter)
-            warnings.warn(text, stacklevel=stacklevel)
+    def __call__(self, matter: str, text: str) -> None:
+        if matter in self.known:
+            return
+        self.known.add(matter)
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(text, stacklevel=level)
 
 
 def warn_about_batchnorm(model: nn.Module, warn: Warner) -> None:
@@ -34,7 +42,16 @@ def warn_about_batchnorm(model: nn.Module, warn: Warner) -> None:
             "the model has BatchNorm layers, and batchnorm= was not given: their weights and biases are teleported "
             'like all others ("keep"). That suits methods which replay old samples; for methods that train on new '
             'classes only use batchnorm="layer"',
-            stacklevel=4,
+        )
+
+
+def warn_about_gone(gone: Sequence[str], warn: Warner) -> None:
+    """Parameters of earlier tasks that the model no longer has."""
+    if gone:
+        warn(
+            f"gone {gone}",
+            f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
+            "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
         )
 
 
@@ -49,11 +66,14 @@ class Endings:
             name: (weakref.ref(p), len(p) if p.dim() else 0, fingerprint(p.detach())) for name, p in parameters.items()
         }
 
-    def warn_about_new(self, core: Core, past: Past, warn: Warner) -> None:
-        """A new Parameter whose old rows were not copied would be pulled to its random start by their Fisher."""
+    def warn_about_new(self, core: Core, named: Collection[str], warn: Warner) -> None:
+        """A new Parameter whose old rows were not copied would be pulled to its random start by their Fisher.
+
+        named: those whose past is given, or makes no difference.
+        """
         for name, (known, rows, expected) in self._known.items():
             parameter = core.parameters.get(name)
-            if parameter is None or parameter is known() or name in past or name not in core.cumulative:
+            if parameter is None or parameter is known() or name in named or name not in core.cumulative:
                 continue
             value = parameter.detach()
             if not torch.allclose(fingerprint(value[:rows] if rows else value), expected.to(value.device), 1e-9, 0):
@@ -62,7 +82,6 @@ class Endings:
                     f"{name!r} is a new Parameter without the values that the last task ended with, but it continues "
                     f"that task's Fisher. Say whose rows it holds: begin_task(past={{{name!r}: None}}) for those of a "
                     "new tensor, or their earlier names",
-                    stacklevel=4,
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,5 +109,4 @@ def check_parameters(core: Core, task: int, warn: Warner) -> None:
             f"added {task}",
             f"parameter {added[0]!r} was added within task {task}, which collects no Fisher for it: grow the model "
             "before begin_task()",
-            stacklevel=4,
         )

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
@@ -59,6 +58,11 @@ class Core:
         self.teleports: list[tuple[int, int, Tensor]] = []  # of the task: epoch, number of elements, `overall`
         self._before: dict[str, Tensor] | None = None  # Fbar under the names and shapes before `begin`
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has parameters of its own. Its model may be incomplete yet, if the model has this object inside."""
+        self.__dict__.update(state)
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
+
     def read_parameters(self) -> None:
         """Take the model's parameters as they are now."""
         self.parameters = float_parameters(self.model)
@@ -68,28 +72,26 @@ class Core:
     # Tasks and steps --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin(self, trained: Mapping[str, Tensor], past: Past | None = None) -> None:
-        """Anchor the trained parameters, and give Fbar their present names and shapes."""
-        before = self.cumulative
-        cumulative = continued(before, self.parameters, past or {})
-        used = {
-            name for value in (past or {}).values() for name in ([value] if isinstance(value, str) else value or ())
-        }
-        lost = [name for name in before if name not in cumulative and name not in used]
-        gone = [name for name in lost if name not in self.parameters]
-        if gone:
-            warnings.warn(
-                f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
-                "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
-                stacklevel=4,
-            )
-        self.cumulative = {
-            name: self._placed(
-                grown(name, old, self.parameters[name], name in self.kernels), self.parameters[name].device
-            )
-            for name, old in cumulative.items()
-        }
-        self._before = before
+    def begin(
+        self, trained: Mapping[str, Tensor], past: Past | None = None, left_alone: Collection[str] = ()
+    ) -> list[str]:
+        """Anchor the trained parameters, and give Fbar their present names and shapes.
+
+        A tensor that is left alone may have any shape: if its past does not fit, it is dropped. Returns the names of
+        earlier tasks that the model no longer has and `past` does not use.
+        """
+        before, past = self.cumulative, past or {}
+        cumulative = {}
+        for name, old in continued(before, self.parameters, past).items():
+            parameter = self.parameters[name]
+            try:
+                fitting = grown(name, old, parameter, name in self.kernels)
+            except ValueError:
+                if name in left_alone:
+                    continue
+                raise
+            cumulative[name] = self._placed(fitting, parameter.device)
+        self._before, self.cumulative = before, cumulative
         self.anchor = {}
         self.teleports = []
         self.fisher = BatchFisher({}, self.kernels)
@@ -98,6 +100,8 @@ class Core:
         if self.layers:
             self.buffers = {name: buffer.clone() for name, buffer in running_statistics(self.model).items()}
         self.finalized = False
+        used = {name for value in past.values() for name in ([value] if isinstance(value, str) else value or ())}
+        return [name for name in before if name not in self.parameters and name not in used]
 
     def admit(self, parameters: Mapping[str, Tensor]) -> None:
         """Anchor further parameters at their present values."""

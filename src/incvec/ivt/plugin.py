@@ -17,21 +17,22 @@ adds squares to F in place. Steps, ends of epochs and diagonal teleports never s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from . import names
 from .batchnorm import Probe, batchnorm_layers
-from .checks import Endings, check_parameters, warn_about_batchnorm
+from .checks import Endings, check_parameters, warn_about_batchnorm, warn_about_gone
 from .core import BatchNormChoice, Core, Memory
 from .fisher import Structure, check_choice
-from .listening import Inputs, Listener, Watched, gradients_of, measured_fisher
+from .inputs import Inputs
+from .listening import Listener, Watched
 from .names import Excluded, Past, exclusions, float_parameters, unwrap
 from .optimizer_state import reset_state
+from .processes import gradients_of, measured_fisher
 from .schedule import FisherLoss, Last, Schedule
 from .statistics import ReportRow, TeleportRow, report_rows, teleport_rows
 
@@ -47,8 +48,9 @@ class IVT(Schedule):
     Args:
         model: the module to teleport. Parameters are identified by name; compiled, DP and DDP wrappers are unwrapped.
         interval: epochs between teleports. None: only when `teleport()` is called.
-        exclude: what is never teleported: prefixes of parameter names ("fc" or "fc."), modules, or predicates of a name
-            and a parameter. None: tensors that have grown since an earlier task, the classifier in most networks.
+        exclude: what is never teleported: prefixes of parameter names ("fc" or "fc."), predicates of a name and a
+            parameter, or modules (of one that is replaced when the model grows, give the name). None: tensors that have
+            grown since an earlier task, the classifier in most networks.
         last: "skip" omits the teleport after a task's last epoch, so that training ends with trained weights.
         batchnorm: "keep" moves weights and biases of BatchNorm layers like all others. "layer" moves the map of a
             convolution and its norm together (for methods that train on new classes only). "recalibrate" re-estimates
@@ -88,6 +90,8 @@ class IVT(Schedule):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        if probe is not None and not callable(probe):
+            raise TypeError(f"probe: expected a function without arguments, got {type(probe).__name__}")
         if batchnorm is not None:
             check_choice("batchnorm", batchnorm, BatchNormChoice)
         check_choice("structure", structure, Structure)
@@ -103,7 +107,7 @@ class IVT(Schedule):
         self.model = model
         self.core = Core(unwrap(model), structure, memory, layers=batchnorm == "layer")
         self._listener = Listener(self)
-        self._inputs = Inputs(model)
+        self._inputs = Inputs(model, probe)
         self._grown: set[str] = set()  # tensors that have grown since an earlier task
         self._endings = Endings()
         if batchnorm is None:
@@ -177,9 +181,9 @@ class IVT(Schedule):
                 "no parameter of the model requires gradients and is in the groups of the optimizer; "
                 "was the optimizer made for another model, or copied together with one?"
             )
-        self._endings.warn_about_new(core, past or {}, self._warn)
+        self._endings.warn_about_new(core, {*(past or {}), *left_alone}, self._warn)
         rows = {name: len(value) for name, value in core.cumulative.items() if value.dim()}
-        core.begin(trained, past)
+        gone = core.begin(trained, past, left_alone)
         self._grown |= {
             name for name, count in rows.items() if name in core.cumulative and count < len(core.cumulative[name])
         }
@@ -192,6 +196,7 @@ class IVT(Schedule):
         self._seen = self._copied = False
         self._listener.attach(optimizers)
         self._remember_inputs()
+        warn_about_gone(gone, self._warn)
         self._warn_about_schedule()
 
     def _left_alone(self) -> frozenset[str]:
@@ -215,13 +220,15 @@ class IVT(Schedule):
     def collect(self, loss: Tensor) -> None:
         """With fisher_loss="own": add the squared gradients of the new task's own loss, a scalar.
 
-        Call it before `backward()`, once per step, while `collecting` is True. It runs one backward pass through this
-        loss alone, keeps the graph for yours, and leaves `.grad` as it is. With several processes the gradients are
-        averaged over them, and each of them has to call it.
+        Call it before `backward()`, once per step, while `collecting` is True; in other epochs it does nothing. It runs
+        one backward pass through this loss alone, keeps the graph for yours, and leaves `.grad` as it is. With several
+        processes the gradients are averaged over them, and each of them has to call it.
         """
         self._require_task("collect()")
         if self.fisher_loss != "own":
             raise RuntimeError('collect() is for IVT(fisher_loss="own"); F comes from the optimizer\'s steps otherwise')
+        if not self.collecting:
+            return
         parameters = [p for p in (self.core.parameters[name] for name in self.core.anchor) if p.requires_grad]
         gradients = gradients_of(self.model, loss, parameters)
         self.core.accumulate(zip(parameters, gradients, strict=True))
@@ -249,14 +256,11 @@ class IVT(Schedule):
         self._require_task("teleport()")
         if self.fisher_loss == "own" and not self.core.fisher.seen and self._task > 1:
             self._warn("no F", "teleport() without an F_t in this task: call collect(loss) in the epochs before it")
-        probe: Probe | None = self.probe
-        modes: AbstractContextManager[None] = nullcontext()
-        if self.core.layers and self._task > 1 and probe is None and batchnorm_layers(self.core.model):
-            probe, modes = self._inputs.for_maps(), self._inputs.training_modes()
-        with modes:
+        layers = self.core.layers and self._task > 1 and bool(batchnorm_layers(self.core.model))
+        with self._inputs.probing() if layers else nullcontext() as probe:
             moved = self.core.teleport(self._left_alone(), probe, self._epoch)
-        if moved and self.core.layers:
-            self._inputs.share(self.probe)
+        if moved and layers:
+            self._inputs.share()
         if self.optimizer_state == "reset":
             current = float_parameters(self.core.model)
             reset_state(self._listener.optimizers, [current[name] for name in moved])
@@ -268,8 +272,15 @@ class IVT(Schedule):
         self._require_task("end_task()")
         check_parameters(self.core, self._task, self._warn)
         self._check_steps()
-        if self.batchnorm == "recalibrate":
-            self._inputs.recalibrate(self.core.model, self.probe)
+        if self.batchnorm == "recalibrate" and batchnorm_layers(self.core.model) and not self._inputs.recalibrate():
+            self._warn(
+                "recalibrate",
+                'batchnorm="recalibrate" needs inputs of the model, but it was not called in train mode: the running '
+                "statistics stay as they are. Call the model itself, not its parts, or give IVT(probe=...)",
+            )
+        self._end()
+
+    def _end(self) -> None:
         self._endings.record(self.core.parameters)
         unknown = self.core.end()
         if unknown:
@@ -288,7 +299,7 @@ class IVT(Schedule):
     def abandon_task(self) -> None:
         """Forget the current task, for example after an exception: Fbar and `task` are as before begin_task().
 
-        The model keeps the weights it has.
+        The model keeps the weights it has. If the task was loaded from a state, Fbar keeps the names that `past` gave.
         """
         if not self._in_task:
             raise RuntimeError("abandon_task() outside a task: there is nothing to abandon")
@@ -310,24 +321,23 @@ class IVT(Schedule):
         self.core.begin(trained)
         self.core.fisher = fisher
         self._task += 1
-        self._in_task, self._epoch, self._seen = True, 1, False
-        self.end_task()
+        self._end()
 
     # Listening
 
     def attach(self, *optimizers: Any) -> None:
-        """Count the steps of these optimizers and of no others, from now to the end of the task.
+        """Count the steps of these optimizers, given as in begin_task(), and of no others, from now to the task's end.
 
         For a task that goes on from a loaded state, or whose optimizer was made anew.
         """
         if not self._in_task:
             raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
         self._copied = False
-        self._listener.attach(tuple(map(names.unwrap_optimizer, optimizers)))
+        self._listener.attach(tuple(each for given in optimizers for each in names.optimizers_of(given)))
         self._remember_inputs()
 
     def _remember_inputs(self) -> None:
-        if self.probe is None and self.batchnorm != "keep" and batchnorm_layers(self.core.model):
+        if self.batchnorm != "keep" and batchnorm_layers(self.core.model):
             self._inputs.remember()
 
     def watch(self, loader: Iterable[T]) -> Watched[T]:
@@ -339,18 +349,6 @@ class IVT(Schedule):
         """
         self._require_task("watch()")
         return Watched(self, loader)
-
-    def before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The hook that runs before a step; `last` tells whether other hooks may still change gradients."""
-        if not self._in_task:
-            return None
-        if self.fisher_loss == "own":
-            self._seen = self._seen or not self.collecting
-            return None
-        self._seen = True
-        return self._listener.accumulate_in(optimizer, args, kwargs, last)
 
     def detach(self) -> None:
         """Stop listening and remove every hook. `attach` listens again."""
@@ -395,5 +393,4 @@ class IVT(Schedule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._listener = Listener(self)
-        self._inputs = Inputs(self.model)
-        self.core.read_parameters()
+        self._inputs = Inputs(self.model, self.probe)

@@ -57,10 +57,13 @@ class Schedule:
 
     @property
     def collecting(self) -> bool:
-        """Whether F of the current epoch will be used: with fisher_loss="own", whether to call `collect`."""
+        """Whether F of the current epoch may be used: with fisher_loss="own", whether to call `collect`.
+
+        True in every epoch if the plug-in does not know which ones: without the number of epochs or an interval.
+        """
         if not self._in_task:
             return False
-        if self.fisher_loss == "whole" or self.epochs is None:
+        if self.fisher_loss == "whole" or self.epochs is None or self.interval is None:
             return True
         return self._epoch + 1 >= self.epochs or self.teleports_after(self._epoch + 1)
 
@@ -73,6 +76,14 @@ class Schedule:
     def silence(self, *matters: str) -> None:
         """Do not warn about these matters, for a host that says them itself."""
         self._warn.known.update(matters)
+
+    def _count_step(self) -> bool:
+        """Called before each step of an optimizer; returns whether F takes its gradients."""
+        if not self._in_task:
+            return False
+        whole = self.fisher_loss == "whole"
+        self._seen = self._seen or whole or not self.collecting
+        return whole
 
     # Checks
 
@@ -103,7 +114,6 @@ class Schedule:
                     "epochs",
                     "begin_task() was not told the number of epochs, so the teleport after the last one cannot be "
                     'skipped: give begin_task(optimizer, epochs=...), or IVT(last="teleport")',
-                    stacklevel=4,
                 )
         elif not any(self.teleports_after(epoch) for epoch in range(1, self.epochs + 1)):
             self._warn(
@@ -111,7 +121,6 @@ class Schedule:
                 f"IVT changes nothing in a task of {self.epochs} epoch(s) with a teleport every {self.interval}"
                 + (" and none after the last" if self.last == "skip" else "")
                 + ": use a smaller interval",
-                stacklevel=4,
             )
 
     def _check_epoch(self) -> None:
@@ -119,33 +128,31 @@ class Schedule:
         if not self._seen:
             self._warn(
                 f"unseen {self._task}",
-                "end_epoch() without a step since the last one: F_t stays that of the earlier epoch. "
-                + (
-                    "Call collect(loss) before backward() while `collecting` is True"
-                    if self.fisher_loss == "own"
-                    else "If the model was trained, IVT is not listening to the optimizer that steps: attach() it"
-                ),
-                stacklevel=4,
+                f"end_epoch() without a step since the last one: F_t stays that of the earlier epoch. {self._remedy()}",
             )
-
         if self.epochs is not None and self._epoch >= self.epochs:
             text = f"epoch {self._epoch + 1} of a task that was to have {self.epochs} epochs"
-            self._warn(f"longer {self._task}", text, stacklevel=4)
+            self._warn(f"longer {self._task}", text)
+
+    def _remedy(self) -> str:
+        if self.fisher_loss == "own":
+            return "Call collect(loss) before backward() while `collecting` is True"
+        return (
+            "If the model was trained, IVT is not listening to the optimizer that steps (a deep copy of one loses its "
+            "hooks): give it to begin_task(), attach() it, or use `for batch in ivt.watch(loader)`"
+        )
 
     def _check_steps(self) -> None:
         """Refuse a task that ends without a step, and warn about one whose F_t is not that of its last epoch."""
         if not any(self.core.fisher.counts().values()):
             raise RuntimeError(
-                f"task {self._task} ends without any step seen by IVT. Give begin_task(optimizer) the optimizer that "
-                "steps (a deep copy of one loses its hooks), or use `for batch in ivt.watch(loader)`; "
-                "abandon_task() forgets the task"
+                f"task {self._task} ends without a step seen by IVT. {self._remedy()}; abandon_task() forgets the task"
             )
         if not self._epoch and self._seen:
-            self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task", 4)
+            self._warn("no epoch", "end_task() without end_epoch(): F_t is taken over all steps of the task")
         elif self._seen and not self.core.finalized:
             self._warn(
                 "steps after",
                 f"steps after the last end_epoch() of task {self._task}: F_t is taken over those alone. Call it "
                 "after every epoch, and train nothing between it and end_task()",
-                stacklevel=4,
             )
