@@ -64,8 +64,9 @@ Grid = list[list[float]]  # after each `learn`: accuracy on all classes so far, 
 
 
 def method_of(approach: str) -> str:
-    """The method behind an approach that trains the network."""
-    return {"all-finetuned": "finetune", "lda-adapted": "lda"}.get(approach, approach.partition("+")[0])
+    """The method behind an approach that trains the network. What follows @ in its name is a number of epochs."""
+    name = approach.partition("+")[0].partition("@")[0]
+    return {"all-finetuned": "finetune", "lda-adapted": "lda"}.get(name, name)
 
 
 def keeps(approach: str) -> str:
@@ -95,13 +96,21 @@ def link_classes(photos: ClassPhotos, names: Sequence[str], target: Path) -> Pat
 
 
 def measure_trained(
-    data: Features, approach: str, order: Sequence[int], sizes: Sequence[int], given: argparse.Namespace, seed: int
+    data: Features,
+    approach: str,
+    order: Sequence[int],
+    sizes: Sequence[int],
+    given: argparse.Namespace,
+    seed: int,
+    settings: dict[str, Any],
+    sections: dict[str, Any] | None = None,
 ) -> Grid:
+    """Accuracies after each `learn`. `sections` receives the complete settings."""
     method, joint = method_of(approach), approach == "all-finetuned"
     names = [data.classes[c] for c in order]
     lasts, rows = np.cumsum(sizes).tolist(), []
     options: dict[str, Any] = {"method": method, "addons": approach.split("+")[1:], "memory": given.memory, "check": 0}
-    options |= {"side": given.side, "settings": {method: training_settings(approach, given)}, "seed": seed}
+    options |= {"side": given.side, "settings": {method: settings}, "seed": seed}
     options |= {"device": given.device, "backbone": given.backbone}
     with tempfile.TemporaryDirectory() as folder:
         root, classifier = Path(folder), None
@@ -114,6 +123,8 @@ def measure_trained(
                 classifier = Classifier.fit(new, root / "model", **options)
             else:
                 classifier.learn(new)
+            if sections is not None:
+                sections.update(classifier.description.sections)
             test = classifier.evaluate(link_classes(data.parts["test"], names[:last], root / f"test-{number}"))
             by_class = test.by_class()
             groups = [names[end - size : end] for end, size in zip(lasts[: number + 1], sizes, strict=False)]
@@ -143,8 +154,11 @@ def measure(given: argparse.Namespace) -> None:
             if any(all(row.get(k) == v for k, v in key.items()) for row in read_rows(given.json)):
                 continue
             began = time.monotonic()
-            run = measure_frozen if approach in FROZEN else measure_trained
-            accuracy = run(data, approach, order, sizes, given, seed)
+            if approach in FROZEN:
+                accuracy = measure_frozen(data, approach, order, sizes, given, seed)
+            else:
+                settings = training_settings(approach, given)
+                accuracy = measure_trained(data, approach, order, sizes, given, seed, settings)
             row = {**key, "accuracy": accuracy, "seconds": round(time.monotonic() - began, 1)}
             row |= {"train_photos": data.count("train", order), "test_photos": data.count("test", order)}
             row |= {"classes": [data.classes[c] for c in order], "environment": environment(torch.device("cpu"))}

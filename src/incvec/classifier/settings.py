@@ -30,6 +30,12 @@ FINE_TUNING: dict[str, Any] = {
     "brightness": 0.1,
     "normalization": "default",
 }
+# What else a method needs with such a backbone: its own defaults are for training from scratch, over many more steps.
+FINE_TUNING_METHODS: dict[str, dict[str, Any]] = {
+    "lucir": {"initial_scale": 16.0},
+    "podnet": {"initial_scale": 8.0, "balance_epochs": 10, "balance_lr": 0.01},
+    "pass": {"temperature": 1.0, "lambda_distil": 0.3, "lambda_prototypes": 2.0},
+}
 FINE_TUNING_IVT: dict[str, Any] = {"interval": 3, "last": "skip", "head": "keep", "batchnorm": "keep"}
 
 
@@ -106,6 +112,7 @@ def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
     start: dict[str, Any] = {"net": settings.backbone}
     if settings.pretrained:
         start |= {name: value for name, value in FINE_TUNING.items() if name in fields}
+        start |= FINE_TUNING_METHODS.get(settings.method, {})
         if "adapt_epochs" in fields:
             start["adapt_epochs"] = 0
     if settings.memory and "memory" in fields:

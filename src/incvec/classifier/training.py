@@ -153,9 +153,12 @@ def train(
 
 
 def make_config(settings: Settings, draft: Description, device: str) -> RunConfig:
+    """A `learn` takes a few hundred steps, so nothing is compiled. Frozen features are computed in float32, as the
+    deployed network computes them."""
     given: dict[str, Any] = {"method": settings.method, "addons": settings.addons, "dataset": "folder"}
     given |= {"task_sizes": draft.task_sizes, "order_seed": None, "seed": settings.seed, "device": device}
-    config: RunConfig = validate(RunConfig, {**given, "precision": "fp32", "sections": draft.sections})
+    given |= {"engine": "eager", "precision": "auto" if find_method(settings.method).trains else "fp32"}
+    config: RunConfig = validate(RunConfig, {**given, "sections": draft.sections})
     return config
 
 
