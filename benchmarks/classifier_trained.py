@@ -34,7 +34,7 @@ import tarfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,8 @@ import numpy as np
 import torch
 from classifier_features import FROZEN, Features
 from classifier_methods import final, fold, keeps, measure_trained, method_of, read_rows
-from torch import Tensor
 
 from incvec.atomic_files import write_bytes
-from incvec.classifier import photos as classifier_photos
-from incvec.data.image_files import load_square, map_files
 from incvec.engine.build import pick_device
 from incvec.methods import find_method
 from incvec.records import environment
@@ -133,13 +130,15 @@ def epochs_of(settings: Mapping[str, Any]) -> int:
     return int(settings.get("epochs", settings.get("adapt_epochs", EPOCHS)))
 
 
-def settings_of(job: Job, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The job's settings; None while the fold rows that choose them are missing."""
+def settings_of(job: Job, rows: Sequence[Mapping[str, Any]], failed: Collection[Job] = ()) -> dict[str, Any] | None:
+    """The job's settings; None while the fold rows that choose them are missing. Candidates that failed are left out:
+    with a large learning rate, training may diverge."""
     if job.on_fold:
         return dict(job.settings)
-    wanted = [dict(other.settings) for other in PLAN if other.on_fold and other.approach == job.group]
+    candidates = [other for other in PLAN if other.on_fold and other.approach == job.group]
+    wanted = [dict(other.settings) for other in candidates if other not in failed]
     found = [row for row in rows if row["name"] == FOLD and row["approach"] == job.group and row["settings"] in wanted]
-    if len(found) < len(wanted):
+    if not found or len(found) < len(wanted):
         return None
     chosen: dict[str, Any] = dict(max(found, key=lambda row: row["accuracy"][-1][0])["settings"])
     if job.approach.startswith("podnet"):
@@ -162,45 +161,6 @@ def work(approach: str, settings: Mapping[str, Any], sizes: Sequence[int], memor
 
 
 # Workers ----------------------------------------------------------------------------------------------------
-
-
-class Squares:
-    """Decoded photos of a data set, in one file that the processes share."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = folder, size
-        self.file, self.names = folder / f"squares-{size}.npy", folder / f"squares-{size}.json"
-
-    def write(self) -> int:
-        if self.names.exists():
-            return 0
-        files = sorted(p for part in ("train", "test") for p in (self.folder / part).rglob("*") if p.is_file())
-        files = [file for file in files if not file.is_symlink()]
-        if not files:  # links only: the photos are in another data set
-            return 0
-        array = np.lib.format.open_memmap(self.file, "w+", np.uint8, (len(files), 3, self.size, self.size))
-
-        def load(row: int, path: Path) -> None:
-            array[row] = load_square(path, self.size).numpy()
-
-        map_files([(file, 0) for file in files], load)
-        array.flush()
-        write_bytes(self.names, json.dumps({str(f.resolve()): i for i, f in enumerate(files)}).encode())
-        return len(files)
-
-
-def use_squares(data: Path, size: int) -> None:
-    """Let the classifier read decoded photos instead of the files."""
-    found: dict[str, tuple[Any, int]] = {}
-    for names in data.glob(f"*/squares-{size}.json"):
-        array = np.load(names.with_suffix(".npy"), mmap_mode="r")
-        found |= {file: (array, row) for file, row in json.loads(names.read_text()).items()}
-
-    def load(path: Path, side: int) -> Tensor:
-        entry = found.get(str(path.resolve())) if side == size else None
-        return load_square(path, side) if entry is None else torch.from_numpy(np.array(entry[0][entry[1]]))
-
-    setattr(classifier_photos, "load_square", load)  # noqa: B010  not an export of that module
 
 
 def measure_row(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,12 +187,8 @@ def worker(given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     device = pick_device(given.device)
     torch.zeros(1, device=device)
-    ready = False
     for line in sys.stdin:
         job = json.loads(line)
-        if not ready:
-            use_squares(given.data, job["stored"])
-            ready = True
         try:
             replies.write(json.dumps({"row": measure_row(job)}) + "\n")
         except Exception as error:
@@ -256,6 +212,7 @@ class Board:
     left: list[Job]
     counts: dict[str, int]  # photos per class, by data set
     failures: list[dict[str, str]] = field(default_factory=list)
+    failed: set[Job] = field(default_factory=set)
     running: set[Job] = field(default_factory=set)
     changed: threading.Condition = field(default_factory=threading.Condition)
     rates: list[tuple[float, float]] = field(default_factory=list)  # work and seconds of the rows of this call
@@ -281,7 +238,7 @@ class Board:
             while not self.stopped:
                 waiting = False
                 for job in self.left:
-                    settings = settings_of(job, self.rows)
+                    settings = settings_of(job, self.rows, self.failed)
                     if settings is None:
                         group = [o for o in (*self.left, *self.running) if o.on_fold and o.approach == job.group]
                         waiting |= bool(group)
@@ -305,6 +262,7 @@ class Board:
                 print(f"{self.seconds():6.1f} s  {row['accuracy'][-1][0]:5.1f} %  {seconds:5.1f} s  "
                       f"{replace(job, settings=tuple(settings.items())).describe()}", flush=True)  # fmt: skip
             elif not self.stopped:
+                self.failed.add(job)
                 self.failures.append({"job": job.describe(), "error": str(reply.get("error", "the process ended"))})
                 save(self.given.out / "failures.json", {"failures": self.failures})
                 print(
@@ -329,7 +287,7 @@ def serve(board: Board, number: int) -> None:
         sizes = SIZES["aircraft20" if job.on_fold else job.data]
         content = {"photos": str(given.data / job.data), "name": job.data, "approach": job.approach, "seed": job.seed}
         content |= {"sizes": sizes, "memory": given.memory, "backbone": given.backbone, "side": given.side}
-        content |= {"settings": settings, "device": given.device, "stored": given.stored}
+        content |= {"settings": settings, "device": given.device}
         began = time.monotonic()
         guard = threading.Timer(given.row_seconds, process.kill)
         guard.start()
@@ -412,7 +370,6 @@ def run(given: argparse.Namespace) -> None:
     counts = {n: round(f.count("train", range(len(f.classes))) / len(f.classes)) for n, f in listed.items()}
     if given.only:
         left = [job for job in left if any(text in job.describe() for text in given.only)]
-    given.stored = next(iter(listed.values())).preprocessing.stored
     board = Board(given, began, rows, left, counts)
     if given.list:
         for job in left:
@@ -421,10 +378,6 @@ def run(given: argparse.Namespace) -> None:
         return
     with_mps = pick_device(given.device).type == "cuda" and not given.no_mps and start_mps()
     print(f"{len(left)} rows to measure, {given.jobs} processes, MPS: {with_mps}", flush=True)
-    decoded = threading.Thread(target=lambda: [Squares(given.data / n, given.stored).write() for n in present])
-    decoded.start()
-    decoded.join()
-    print(f"{board.seconds():6.1f} s  photos decoded", flush=True)
     threads = [threading.Thread(target=serve, args=(board, n), daemon=True) for n in range(given.jobs)]
     try:
         for thread in threads:

@@ -27,13 +27,14 @@ FINE_TUNING: dict[str, Any] = {
     "weight_decay": 1e-4,
     "schedule": "cosine",
     "milestones": [],
+    "crop_area": 0.3,
     "brightness": 0.1,
     "normalization": "default",
 }
 # What else a method needs with such a backbone: its own defaults are for training from scratch, over many more steps.
 FINE_TUNING_METHODS: dict[str, dict[str, Any]] = {
     "lucir": {"initial_scale": 16.0},
-    "podnet": {"initial_scale": 8.0, "balance_epochs": 10, "balance_lr": 0.01},
+    "podnet": {"initial_scale": 8.0, "balance_epochs": 10},
     "pass": {"temperature": 1.0, "lambda_distil": 0.3, "lambda_prototypes": 2.0},
 }
 FINE_TUNING_IVT: dict[str, Any] = {"interval": 3, "last": "skip", "head": "keep", "batchnorm": "keep"}
