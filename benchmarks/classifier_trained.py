@@ -275,13 +275,13 @@ def save(file: Path, content: Any) -> None:
     write_bytes(file, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def serve(board: Board, number: int) -> None:
+def serve(board: Board) -> None:
     """One thread: gives jobs to its process, and starts another one if it ends."""
-    given, process = board.given, start_worker(board.given, number)
+    given, process = board.given, start_worker(board.given)
     while (taken := board.take()) is not None:
         job, settings = taken
         if process.poll() is not None:
-            process = start_worker(given, number)
+            process = start_worker(given)
         assert process.stdin is not None
         assert process.stdout is not None
         sizes = SIZES["aircraft20" if job.on_fold else job.data]
@@ -307,9 +307,9 @@ def serve(board: Board, number: int) -> None:
 PROCESSES: list[subprocess.Popen[str]] = []
 
 
-def start_worker(given: argparse.Namespace, number: int) -> subprocess.Popen[str]:
+def start_worker(given: argparse.Namespace) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "worker", str(given.data), "--device", given.device]
-    with (given.out / f"worker-{number}.log").open("a") as log:
+    with (given.out / "workers.log").open("a") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=worker_environment()
         )
@@ -378,7 +378,7 @@ def run(given: argparse.Namespace) -> None:
         return
     with_mps = pick_device(given.device).type == "cuda" and not given.no_mps and start_mps()
     print(f"{len(left)} rows to measure, {given.jobs} processes, MPS: {with_mps}", flush=True)
-    threads = [threading.Thread(target=serve, args=(board, n), daemon=True) for n in range(given.jobs)]
+    threads = [threading.Thread(target=serve, args=(board,), daemon=True) for _ in range(given.jobs)]
     try:
         for thread in threads:
             thread.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,8 @@ def train(
     discard_other(folder, digest([config.resolved(), dataset.fingerprint, before.version if before else 0]))
     run = LearnRun(config, dataset, folder.working, lambda state: prepare(state, folder, before, weights), progress)
     for event in run.events():
+        if isinstance(event, ev.Tick) and event.waiting:
+            time.sleep(0.001)
         if listen is not None:
             listen(event)
     tensors, meta = read_tensors(run.snapshot_path(len(draft.task_sizes) - 1))
