@@ -212,17 +212,21 @@ def table(given: argparse.Namespace) -> None:
 
 def compare(given: argparse.Namespace) -> None:
     """Markdown: one column per file, accuracy after the last `learn`, mean of the orders, and in brackets the least
-    lead of the default over the orders."""
+    lead of the default over the orders; empty if a file does not have the approach."""
     files = [read_rows(file) for file in given.json]
     means = [
         {row["approach"]: statistics.mean(final(rows, row["approach"]).values()) for row in rows} for rows in files
     ]
-    common = sorted(means[0], key=lambda approach: -means[0][approach])
+    order = {approach: -value for mean in reversed(means) for approach, value in mean.items()}
+    common = sorted({approach for mean in means for approach in mean}, key=lambda approach: order[approach])
     print(f"| approach | keeps photos | {' | '.join(rows[0]['name'] for rows in files)} |")
     print("|---|---|" + "---|" * len(files))
     for approach in common:
         cells = [approach, keeps(approach).replace("remembered", f"{files[0][0]['memory']} per class")]
         for rows, mean in zip(files, means, strict=True):
+            if approach not in mean:
+                cells.append("")
+                continue
             own, default = final(rows, approach), final(rows, given.default)
             lead = min((default[seed] - value for seed, value in own.items() if seed in default), default=0.0)
             error = 100 * (mean[approach] / 100 * (1 - mean[approach] / 100) / rows[0]["test_photos"]) ** 0.5

@@ -58,12 +58,15 @@ LARGER_SETS = {"all-finetuned": 10}  # epochs on the other two sets; 5 for every
 BOUND = "all-finetuned"
 # Settings from which the best on the fold are chosen, by the approach that they are compared with.
 CANDIDATES: dict[str, list[dict[str, Any]]] = {
-    BOUND: [{"lr": 0.01}, {"lr": 0.02}, {"lr": 0.01, "epochs": 25}],
-    "replay": [{"lr": 0.005}, {"lr": 0.01}, {"lr": 0.02}],
-    "lucir": [{"lambda_base": 5.0}, {"lambda_base": 1.0}],
-    "podnet": [{"lambda_flat": 1.0, "lambda_spatial": 3.0}, {"lambda_flat": 0.3, "lambda_spatial": 1.0}],
-    "pass": [{"epochs": 5, "lambda_distil": 0.3}, {"epochs": 5, "lambda_distil": 3.0}],
-    "lda-adapted": [{"adapt_epochs": EPOCHS, "lr": 0.01}, {"adapt_epochs": EPOCHS, "lr": 0.003}],
+    BOUND: [{"lr": 0.02}, {"lr": 0.04}, {"lr": 0.02, "epochs": 25}, {"lr": 0.02, "crop_area": 0.08}],
+    "replay": [{"lr": 0.02}, {"lr": 0.01}, {"lr": 0.04}],
+    "lucir": [{"lr": 0.02, "lambda_base": 5.0}, {"lr": 0.02, "lambda_base": 1.0}],
+    "podnet": [
+        {"lr": 0.02, "lambda_flat": 1.0, "lambda_spatial": 3.0},
+        {"lr": 0.02, "lambda_flat": 0.3, "lambda_spatial": 1.0},
+    ],
+    "pass": [{"lr": 0.02, "epochs": 4, "lambda_distil": 0.3}, {"lr": 0.02, "epochs": 4, "lambda_distil": 3.0}],
+    "lda-adapted": [{"adapt_epochs": EPOCHS, "lr": 0.02}, {"adapt_epochs": EPOCHS, "lr": 0.005}],
 }
 FIRST = ("replay", "replay+ivt", "icarl", "icarl+ivt")
 SECOND = ("lucir", "lucir+ivt", "podnet", "podnet+ivt")

@@ -61,6 +61,21 @@ def test_decide(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert none.startswith(": lda, 73.0 %")
 
 
+def test_compare_files_with_different_approaches(program: Any, tmp_path: Path, capsys: Any) -> None:
+    rows = [row("lda", 70.0), row("replay", 75.0), row("replay@4", 72.0)]
+    for name, some in (("x", rows), ("y", rows[:2])):
+        (tmp_path / name).write_text(json.dumps({"rows": some}))
+    program("classifier_methods").main(["compare", str(tmp_path / "x"), str(tmp_path / "y")])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [cells[:2] for cells in lines[2:]] == [
+        ["replay", "20 per class"],
+        ["replay@4", "20 per class"],
+        ["lda", "none"],
+    ]
+    assert lines[3][2].startswith("72.0")
+    assert lines[3][3] == ""
+
+
 @pytest.mark.slow
 def test_run_resume_and_collect(
     module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
