@@ -16,6 +16,7 @@ from incvec.presets import resolve
 
 MEMORY = 20  # photos per class that methods which train on them remember
 CHECK = 5
+MIN_SIDE = 4
 SIDE = 64  # of images for backbones trained from scratch
 
 # Training settings for pre-trained backbones, as far as a method has them. From scratch: the presets of `folder`.
@@ -76,6 +77,8 @@ def choose(
     """Settings from what a user gives. `memory` 0: no photo is kept; None: `MEMORY`, for methods that use them."""
     if check < 0 or (memory is not None and memory < 0):
         raise ConfigError(f"memory is {memory} and check {check}: expected 0 or more photos per class.")
+    if side is not None and side < MIN_SIDE:
+        raise ConfigError(f"side is {side}: expected {MIN_SIDE} pixels or more, or none for that of the backbone.")
     if is_external(backbone):
         expected = expected_input(backbone)
         size, mean, std = side or expected.size, expected.mean, expected.std
@@ -104,7 +107,8 @@ def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
         reason = "needs a dual encoder of images and texts" if kind.pretrained else "trains all classes at once"
         raise ConfigError(f"the method {settings.method!r} {reason}; a classifier takes one of: {', '.join(usable)}.")
     if kind.exemplars and settings.memory == 0:
-        without = [n for n in METHODS if not (find_method(n).pretrained or find_method(n).exemplars)]
+        kinds = {name: find_method(name) for name in METHODS}
+        without = [name for name, k in kinds.items() if not (k.pretrained or k.joint or k.exemplars)]
         raise ConfigError(
             f"the method {settings.method!r} trains on remembered photos, but memory is 0. Give memory, or a method "
             f"that needs none: {', '.join(without)}."
