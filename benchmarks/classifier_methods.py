@@ -64,8 +64,9 @@ Grid = list[list[float]]  # after each `learn`: accuracy on all classes so far, 
 
 
 def method_of(approach: str) -> str:
-    """The method behind an approach that trains the network."""
-    return {"all-finetuned": "finetune", "lda-adapted": "lda"}.get(approach, approach.partition("+")[0])
+    """The method behind an approach that trains the network. What follows @ in its name is a number of epochs."""
+    name = approach.partition("+")[0].partition("@")[0]
+    return {"all-finetuned": "finetune", "lda-adapted": "lda"}.get(name, name)
 
 
 def keeps(approach: str) -> str:
@@ -95,13 +96,21 @@ def link_classes(photos: ClassPhotos, names: Sequence[str], target: Path) -> Pat
 
 
 def measure_trained(
-    data: Features, approach: str, order: Sequence[int], sizes: Sequence[int], given: argparse.Namespace, seed: int
+    data: Features,
+    approach: str,
+    order: Sequence[int],
+    sizes: Sequence[int],
+    given: argparse.Namespace,
+    seed: int,
+    settings: dict[str, Any],
+    sections: dict[str, Any] | None = None,
 ) -> Grid:
+    """Accuracies after each `learn`. `sections` receives the complete settings."""
     method, joint = method_of(approach), approach == "all-finetuned"
     names = [data.classes[c] for c in order]
     lasts, rows = np.cumsum(sizes).tolist(), []
     options: dict[str, Any] = {"method": method, "addons": approach.split("+")[1:], "memory": given.memory, "check": 0}
-    options |= {"side": given.side, "settings": {method: training_settings(approach, given)}, "seed": seed}
+    options |= {"side": given.side, "settings": {method: settings}, "seed": seed}
     options |= {"device": given.device, "backbone": given.backbone}
     with tempfile.TemporaryDirectory() as folder:
         root, classifier = Path(folder), None
@@ -114,6 +123,8 @@ def measure_trained(
                 classifier = Classifier.fit(new, root / "model", **options)
             else:
                 classifier.learn(new)
+            if sections is not None:
+                sections.update(classifier.description.sections)
             test = classifier.evaluate(link_classes(data.parts["test"], names[:last], root / f"test-{number}"))
             by_class = test.by_class()
             groups = [names[end - size : end] for end, size in zip(lasts[: number + 1], sizes, strict=False)]
@@ -143,8 +154,11 @@ def measure(given: argparse.Namespace) -> None:
             if any(all(row.get(k) == v for k, v in key.items()) for row in read_rows(given.json)):
                 continue
             began = time.monotonic()
-            run = measure_frozen if approach in FROZEN else measure_trained
-            accuracy = run(data, approach, order, sizes, given, seed)
+            if approach in FROZEN:
+                accuracy = measure_frozen(data, approach, order, sizes, given, seed)
+            else:
+                settings = training_settings(approach, given)
+                accuracy = measure_trained(data, approach, order, sizes, given, seed, settings)
             row = {**key, "accuracy": accuracy, "seconds": round(time.monotonic() - began, 1)}
             row |= {"train_photos": data.count("train", order), "test_photos": data.count("test", order)}
             row |= {"classes": [data.classes[c] for c in order], "environment": environment(torch.device("cpu"))}
@@ -198,17 +212,21 @@ def table(given: argparse.Namespace) -> None:
 
 def compare(given: argparse.Namespace) -> None:
     """Markdown: one column per file, accuracy after the last `learn`, mean of the orders, and in brackets the least
-    lead of the default over the orders."""
+    lead of the default over the orders; empty if a file does not have the approach."""
     files = [read_rows(file) for file in given.json]
     means = [
         {row["approach"]: statistics.mean(final(rows, row["approach"]).values()) for row in rows} for rows in files
     ]
-    common = sorted(means[0], key=lambda approach: -means[0][approach])
+    order = {approach: -value for mean in reversed(means) for approach, value in mean.items()}
+    common = sorted({approach for mean in means for approach in mean}, key=lambda approach: order[approach])
     print(f"| approach | keeps photos | {' | '.join(rows[0]['name'] for rows in files)} |")
     print("|---|---|" + "---|" * len(files))
     for approach in common:
         cells = [approach, keeps(approach).replace("remembered", f"{files[0][0]['memory']} per class")]
         for rows, mean in zip(files, means, strict=True):
+            if approach not in mean:
+                cells.append("")
+                continue
             own, default = final(rows, approach), final(rows, given.default)
             lead = min((default[seed] - value for seed, value in own.items() if seed in default), default=0.0)
             error = 100 * (mean[approach] / 100 * (1 - mean[approach] / 100) / rows[0]["test_photos"]) ** 0.5

@@ -82,6 +82,9 @@ class TrainOptions(Options):
     base_milestones: Ints | None = None
     gamma: float = Field(0.1, gt=0, le=1)
     brightness: float = Field(63 / 255, ge=0, lt=1, description="brightness jitter: a factor from 1 ± this value")
+    crop_area: float = Field(
+        0.08, gt=0, le=1, description="the smallest share of a large stored image that a training crop shows"
+    )
     normalization: Normalization = Field("default", description="for data sets that define several")
     memory: int = Field(20, ge=1, description="exemplars per class, for methods that store exemplars")
     memory_total: int | None = Field(None, ge=1, description="a fixed total of exemplars, shared by the classes seen")

@@ -358,6 +358,8 @@ def test_temporary_folder_and_save(photos: Path, tmp_path: Path) -> None:
         ({"settings": {"replay": {"epochs": 2}}}, "settings of 'replay' were given"),
         ({"settings": {"lda": {"shrinkage": 2.0}}}, "lda.shrinkage"),
         ({"memory": -1}, "expected 0 or more"),
+        ({"side": 0}, "expected 4 pixels or more"),
+        ({"method": "replay", "memory": 0}, "that needs none: ewc, fcs, finetune, lda, lwf, pass, ssre"),
         ({"weights": "some.pth"}, "has no weights to load"),
     ],
 )

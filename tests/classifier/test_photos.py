@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from incvec import Classifier
+from incvec.classifier.photos import load_squares
 from incvec.errors import DataError
 from tests.classifier.folders import FROZEN, digit, state, write_classes
 
@@ -147,3 +148,9 @@ def test_evaluation_counts_and_refuses_unknown_classes(model: Path, tmp_path: Pa
     write_classes(photos, [5], 2)
     with pytest.raises(DataError, match=r"1 class\(es\) that were not learned, such as 'five'"):
         classifier.evaluate(photos)
+
+
+def test_photos_that_do_not_fit_into_memory_are_refused(tmp_path: Path) -> None:
+    digit(0, 0).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"1 photos of 10000000 x 10000000 pixels take 300000\.0 GB .*smaller side"):
+        load_squares([(tmp_path / "a.png", 0)], 10**7)

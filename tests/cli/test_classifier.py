@@ -110,7 +110,7 @@ def test_export_is_beside_the_model(story: tuple[Path, dict[str, Result]]) -> No
     [
         (["learn", "first"], "either --out NEW_FOLDER for a new classifier, or --into"),
         (["learn", "first", "--out", "x", "--into", "m"], "either --out"),
-        (["learn", "later", "--into", "m", "--memory", "0"], "--memory cannot be changed with --into"),
+        (["learn", "later", "--into", "m", "--memory", "0"], "with --into, leave out --memory"),
         (["learn", "first", "--into", "nowhere"], "nowhere is not a model folder"),
         (["learn", "first", "--out", "m"], "has a classifier already. Add classes with --into"),
         (["predict", "m", "none.jpg"], "there is no photo"),

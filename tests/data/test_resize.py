@@ -112,6 +112,16 @@ def test_boxes_have_torchvisions_distribution() -> None:
         assert abs(a.std() - b.std()) < 0.02
 
 
+def test_crop_area_bounds_what_training_crops_show() -> None:
+    corner = torch.zeros(200, 3, 64, 64, dtype=torch.uint8)
+    corner[:, :, :8, :8] = 255
+    shown = {}
+    for area in (0.08, 0.9):
+        seen = ResizedViews(64, 32, True, 0.0, MEAN, STD, crop_area=area)("train", corner, seeded())
+        shown[area] = int((seen.flatten(1).amax(1) > seen.flatten(1).amin(1) + 1).sum())
+    assert shown[0.9] > 1.5 * shown[0.08]
+
+
 def test_smaller_test_views_show_as_much_of_the_image() -> None:
     images = photos(2, 64)
     views = ResizedViews(64, 28, True, 0.0, MEAN, STD)

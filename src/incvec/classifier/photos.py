@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from incvec.data.image_files import EXTENSIONS, crop_square, load_square, map_files
+from incvec.data.image_files import EXTENSIONS, available_memory, crop_square, load_square, map_files
 from incvec.data.listing import class_files, is_hidden
 from incvec.errors import ConfigError, DataError
 
@@ -103,6 +103,12 @@ def load_squares(
     files: Sequence[tuple[Path, int]], size: int, progress: Callable[[int, int], None] | None = None
 ) -> Tensor:
     """All files as squares, uint8 [N, 3, size, size]. Unreadable ones are named together in one error."""
+    needed, free = len(files) * 3 * size**2, available_memory()
+    if needed > free:
+        raise DataError(
+            f"{len(files)} photos of {size} x {size} pixels take {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB "
+            "are free. Learn fewer at once, or make a classifier with a smaller side."
+        )
     images = torch.empty(len(files), 3, size, size, dtype=torch.uint8)
 
     def load(row: int, path: Path) -> str | None:

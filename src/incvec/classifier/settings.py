@@ -16,6 +16,7 @@ from incvec.presets import resolve
 
 MEMORY = 20  # photos per class that methods which train on them remember
 CHECK = 5
+MIN_SIDE = 4
 SIDE = 64  # of images for backbones trained from scratch
 
 # Training settings for pre-trained backbones, as far as a method has them. From scratch: the presets of `folder`.
@@ -27,8 +28,15 @@ FINE_TUNING: dict[str, Any] = {
     "weight_decay": 1e-4,
     "schedule": "cosine",
     "milestones": [],
+    "crop_area": 0.3,
     "brightness": 0.1,
     "normalization": "default",
+}
+# What else a method needs with such a backbone: its own defaults are for training from scratch, over many more steps.
+FINE_TUNING_METHODS: dict[str, dict[str, Any]] = {
+    "lucir": {"initial_scale": 16.0},
+    "podnet": {"initial_scale": 8.0, "balance_epochs": 10},
+    "pass": {"temperature": 1.0, "lambda_distil": 0.3, "lambda_prototypes": 2.0},
 }
 FINE_TUNING_IVT: dict[str, Any] = {"interval": 3, "last": "skip", "head": "keep", "batchnorm": "keep"}
 
@@ -69,6 +77,8 @@ def choose(
     """Settings from what a user gives. `memory` 0: no photo is kept; None: `MEMORY`, for methods that use them."""
     if check < 0 or (memory is not None and memory < 0):
         raise ConfigError(f"memory is {memory} and check {check}: expected 0 or more photos per class.")
+    if side is not None and side < MIN_SIDE:
+        raise ConfigError(f"side is {side}: expected {MIN_SIDE} pixels or more, or none for that of the backbone.")
     if is_external(backbone):
         expected = expected_input(backbone)
         size, mean, std = side or expected.size, expected.mean, expected.std
@@ -97,7 +107,8 @@ def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
         reason = "needs a dual encoder of images and texts" if kind.pretrained else "trains all classes at once"
         raise ConfigError(f"the method {settings.method!r} {reason}; a classifier takes one of: {', '.join(usable)}.")
     if kind.exemplars and settings.memory == 0:
-        without = [n for n in METHODS if not (find_method(n).pretrained or find_method(n).exemplars)]
+        kinds = {name: find_method(name) for name in METHODS}
+        without = [name for name, k in kinds.items() if not (k.pretrained or k.joint or k.exemplars)]
         raise ConfigError(
             f"the method {settings.method!r} trains on remembered photos, but memory is 0. Give memory, or a method "
             f"that needs none: {', '.join(without)}."
@@ -106,6 +117,7 @@ def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
     start: dict[str, Any] = {"net": settings.backbone}
     if settings.pretrained:
         start |= {name: value for name, value in FINE_TUNING.items() if name in fields}
+        start |= FINE_TUNING_METHODS.get(settings.method, {})
         if "adapt_epochs" in fields:
             start["adapt_epochs"] = 0
     if settings.memory and "memory" in fields:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,8 @@ def train(
     discard_other(folder, digest([config.resolved(), dataset.fingerprint, before.version if before else 0]))
     run = LearnRun(config, dataset, folder.working, lambda state: prepare(state, folder, before, weights), progress)
     for event in run.events():
+        if isinstance(event, ev.Tick) and event.waiting:
+            time.sleep(0.001)
         if listen is not None:
             listen(event)
     tensors, meta = read_tensors(run.snapshot_path(len(draft.task_sizes) - 1))
@@ -153,9 +156,12 @@ def train(
 
 
 def make_config(settings: Settings, draft: Description, device: str) -> RunConfig:
+    """A `learn` takes a few hundred steps, so nothing is compiled. Frozen features are computed in float32, as the
+    deployed network computes them."""
     given: dict[str, Any] = {"method": settings.method, "addons": settings.addons, "dataset": "folder"}
     given |= {"task_sizes": draft.task_sizes, "order_seed": None, "seed": settings.seed, "device": device}
-    config: RunConfig = validate(RunConfig, {**given, "precision": "fp32", "sections": draft.sections})
+    given |= {"engine": "eager", "precision": "auto" if find_method(settings.method).trains else "fp32"}
+    config: RunConfig = validate(RunConfig, {**given, "sections": draft.sections})
     return config
 
 

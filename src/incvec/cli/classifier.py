@@ -111,7 +111,7 @@ def learn(
     if into is not None and given:
         named = ", ".join(OPTIONS.get(name, "--" + name) for name in given)
         raise ConfigError(
-            f"{named} cannot be changed with --into: they were chosen by the first `learn`. Leave them out."
+            f"with --into, leave out {named}: settings are chosen by the first `learn` and cannot be changed."
         )
     from incvec.classifier import Classifier
 

@@ -21,6 +21,7 @@ from incvec.fused import fused
 
 NAMES = ("train", "test", "strong", "flipped", "raw")
 RANDOM = frozenset({"train", "strong"})
+CROP_AREA = 0.08  # the smallest share of a large image that a training crop shows, as in torchvision
 CENTER_FRACTION = 7 / 8  # of the stored side, shown by test views of large images: 224 of 256
 
 
@@ -112,21 +113,29 @@ class Views:
 class ResizedViews(Views):
     """Views of images that are stored larger than the network sees them.
 
-    - `train`: RandomResizedCrop of the stored square (0.08 to 1 of its area), flip, brightness jitter, normalize;
+    - `train`: RandomResizedCrop of the stored square (`crop_area` to 1 of its area), flip, brightness jitter,
+      normalize;
     - `test`: the central 7/8 of the image, normalized. For images stored at 256 this is torchvision's Resize(256) and
       CenterCrop(224);
     - `strong`, `flipped`, `raw`: as in `Views`, at the size of the network's input.
     """
 
     def __init__(
-        self, stored: int, side: int, flip: bool, brightness: float, mean: Sequence[float], std: Sequence[float]
+        self,
+        stored: int,
+        side: int,
+        flip: bool,
+        brightness: float,
+        mean: Sequence[float],
+        std: Sequence[float],
+        crop_area: float = CROP_AREA,
     ) -> None:
         super().__init__(0, flip, brightness, mean, std)
         if not 1 <= side <= stored:
             raise ConfigError(
                 f"the network's input has side {side}, but images are stored with {stored}: expected less"
             )
-        self.stored, self.side = stored, side
+        self.stored, self.side, self.crop_area = stored, side, crop_area
         self.inner = max(side, round(CENTER_FRACTION * stored))
         self.box = torch.tensor([(stored - self.inner) // 2, self.inner], dtype=torch.float32)
 
@@ -138,7 +147,7 @@ class ResizedViews(Views):
         return resize_boxes(images, (start, start, extent, extent), self.side) / 255
 
     def _train(self, images: Tensor, generator: Generator, jitters: int) -> Tensor:
-        box = augment.draw_boxes(images, generator, scale=(0.08, 1.0))
+        box = augment.draw_boxes(images, generator, scale=(self.crop_area, 1.0))
         flipped = augment.bernoulli(images, 0.5, generator) if self.flip else None
         factors = self._factors(images, generator, jitters)
         pixels = resize_boxes(images, box, self.side, flipped)
@@ -183,10 +192,15 @@ def _finish(pixels: Tensor, factors: tuple[Tensor, ...], mean: Tensor, std: Tens
 
 
 def make_views(
-    dataset: Dataset, brightness: float, mean: Sequence[float], std: Sequence[float], size: int | None = None
+    dataset: Dataset,
+    brightness: float,
+    mean: Sequence[float],
+    std: Sequence[float],
+    size: int | None = None,
+    crop_area: float = CROP_AREA,
 ) -> Views:
     """The views of a data set; `size` is the input size that the network requires, if it requires one."""
     stored = dataset.train_images.shape[-1]
     if dataset.side is None or (size is not None and size > stored):
         return Views(dataset.pad, dataset.flip, brightness, mean, std, size)
-    return ResizedViews(stored, size or dataset.side, dataset.flip, brightness, mean, std)
+    return ResizedViews(stored, size or dataset.side, dataset.flip, brightness, mean, std, crop_area)

@@ -17,7 +17,7 @@ from incvec.data import Dataset, ImageSource, class_order, make_source, make_vie
 from incvec.data.image_files import available_memory
 from incvec.data.memory import quota
 from incvec.data.stream import make_tasks
-from incvec.data.views import ResizedViews
+from incvec.data.views import CROP_AREA, ResizedViews
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
 from incvec.methods import find_method
@@ -128,7 +128,8 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     if expected is not None:
         mean, std = expected.mean, expected.std
     size = None if expected is None else expected.size
-    views = make_views(dataset, getattr(options, "brightness", 0.0), mean, std, size)
+    brightness, crop_area = getattr(options, "brightness", 0.0), getattr(options, "crop_area", CROP_AREA)
+    views = make_views(dataset, brightness, mean, std, size, crop_area)
     channels_last = device.type == "cuda"
     train = make_source(dataset.train_images, relabel(dataset.train_labels, order), views, device, channels_last)
     test = make_source(dataset.test_images, relabel(dataset.test_labels, order), views, device, channels_last)

@@ -42,6 +42,7 @@ class LUCIROptions(TrainOptions):
     lambda_margin: float = Field(1.0, ge=0)
     margin: float = 0.5
     hard_negatives: int = Field(2, ge=1, description="K, nearest new classes in the margin loss")
+    initial_scale: float = Field(1.0, gt=0, description="initial sigma; 1 takes many epochs to grow")
     balance_epochs: int = Field(0, ge=0, description="epochs of the class-balanced stage; 0 disables it")
     balance_lr: float = Field(0.01, gt=0)
     balance_milestones: Ints = (10,)
@@ -74,7 +75,7 @@ class LUCIR(ExemplarMethod):
     options: LUCIROptions
 
     def make_head(self, width: int) -> Head:
-        return CosineHead(width)
+        return CosineHead(width, self.options.initial_scale)
 
     def begin_task(self, task: Task) -> None:
         """Imprint the new rows."""

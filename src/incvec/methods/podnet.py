@@ -37,6 +37,7 @@ class PODNetOptions(TrainOptions):
     normalization: Normalization = "lucir"
     proxies: int = Field(10, ge=1, description="proxies per class")
     margin: float = 0.6
+    initial_scale: float = Field(1.0, gt=0, description="initial eta; 1 takes many epochs to grow")
     nca: Literal["coded", "paper"] = "coded"
     lambda_flat: float = Field(1.0, ge=0)
     lambda_spatial: float = Field(3.0, ge=0)
@@ -92,7 +93,7 @@ class PODNet(ExemplarMethod):
     own_terms = ("nca",)
 
     def make_head(self, width: int) -> Head:
-        return ProxyHead(width, self.options.proxies)
+        return ProxyHead(width, self.options.proxies, self.options.initial_scale)
 
     def memory(self) -> dict[str, int]:
         return {"proxies": 4 * self.options.proxies * self.world.tasks[-1].last * self.model.head.width}

@@ -181,9 +181,9 @@ class ProxyHead(Head):
     (`proxy_similarities`). `forward` returns y; `scale` (eta in the paper) multiplies it in the loss only.
     """
 
-    def __init__(self, width: int, proxies: int = 10) -> None:
+    def __init__(self, width: int, proxies: int = 10, scale: float = 1.0) -> None:
         super().__init__(width, proxies)
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.tensor(float(scale)))
 
     @property
     def proxies(self) -> int:
