@@ -27,6 +27,24 @@ def test_tables_of_the_page_are_current() -> None:
         )
 
 
+def test_held_out_runs_of_the_page_are_those_of_the_records() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "successor_proxy.py"))
+    page = (ROOT / "docs" / "successor.md").read_text()
+    assert tool["classifier_table"](tool["read"](RESULTS / "successor" / "classifiers.json")) in page
+    after_80, last_task = [], 5
+    for name in ("podnet", "podnet+ivt", "podnet+carry", "podnet+ivt+carry"):
+        record = json.loads((RESULTS / "successor" / "held-out" / f"{name}-5-s0.json").read_text())
+        metrics, last = record["metrics"], record["accuracy"][last_task]
+        cells = [metrics["AA"], metrics["LA"], metrics["FM"]]
+        row = " | ".join([name.replace("+", " + "), *(f"{value:.2f}" for value in cells)])
+        assert f"| {row} | {last[0]:.1f} | {fmean(last[1:]):.1f} |" in page
+        after_80.append(f"{metrics['a'][3]:.1f}")
+    podnet, ivt, carry, both = after_80
+    assert f"PODNet has {podnet}, PODNet + IVT {ivt}" in page
+    assert f"`carry` {carry} without and with IVT" in page
+    assert carry == both
+
+
 def test_classifiers_of_the_records() -> None:
     page = (ROOT / "docs" / "successor.md").read_text()
     for name, title in (("podnet", "PODNet"), ("podnet+ivt", "PODNet + IVT"), ("podnet-oracle", "oracle")):

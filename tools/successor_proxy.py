@@ -149,7 +149,9 @@ def classifier(run: str, root: str, target: str) -> None:
     content = read(Path(target))
     content["classifier"].append(
         {
-            "run": " + ".join([snapshot.config.method, *snapshot.config.addons]),
+            "run": " + ".join([snapshot.config.method, *snapshot.config.addons])
+            + (" (oracle)" if snapshot.config.oracle else ""),
+            "classes": task.n_seen,
             "seed": snapshot.config.seed,
             "as delivered": accuracies(test_features, test_targets),
             "trained on the features of all past images": trained(real),
@@ -226,7 +228,8 @@ def classifier_table(content: dict[str, list[Row]]) -> str:
         for name, values in row.items():
             if isinstance(values, list):
                 numbers = " | ".join(f"{value:.1f}" for value in values)
-                lines.append(f"| {row['run']}, seed {row['seed']} | {name} | {numbers} |")
+                classes = f", {row['classes']} classes" if "classes" in row else ""
+                lines.append(f"| {row['run']}, seed {row['seed']}{classes} | {name} | {numbers} |")
     return "\n".join(lines)
 
 

@@ -33,9 +33,16 @@ FINE_TUNING: dict[str, Any] = {
     "normalization": "default",
 }
 # What else a method needs with such a backbone: its own defaults are for training from scratch, over many more steps.
+# The rates and loss weights of LUCIR and PODNet were chosen on training photos (docs/classifier.md).
 FINE_TUNING_METHODS: dict[str, dict[str, Any]] = {
-    "lucir": {"initial_scale": 16.0},
-    "podnet": {"initial_scale": 8.0, "balance_epochs": 10},
+    "lucir": {"initial_scale": 16.0, "lr": 0.02, "lambda_base": 1.0},
+    "podnet": {
+        "initial_scale": 8.0,
+        "lr": 0.02,
+        "lambda_flat": 0.3,
+        "lambda_spatial": 1.0,
+        "balance_epochs": 10,
+    },
     "pass": {"temperature": 1.0, "lambda_distil": 0.3, "lambda_prototypes": 2.0},
 }
 FINE_TUNING_IVT: dict[str, Any] = {"interval": 3, "last": "skip", "head": "keep", "batchnorm": "keep"}
