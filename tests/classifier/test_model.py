@@ -199,6 +199,17 @@ def test_full_disk_leaves_the_folder_as_before(
     assert len(classifier.learn(photos / "later").classes_) == 5
 
 
+@pytest.mark.parametrize("existed", [False, True])
+def test_first_learn_that_fails_leaves_no_folder_behind(existed: bool, tmp_path: Path) -> None:
+    out, empty = tmp_path / "m", tmp_path / "empty"
+    empty.mkdir()
+    if existed:
+        out.mkdir()
+    with pytest.raises(DataError):
+        Classifier.fit(empty, out, **TINY)
+    assert out.exists() == existed
+
+
 def test_two_processes_cannot_learn_into_one_folder(learned: dict[str, Path], photos: Path, tmp_path: Path) -> None:
     first, second = copy_of(learned["lda"], tmp_path / "m"), Classifier.load(learned["lda"])
     second = Classifier.load(tmp_path / "m")

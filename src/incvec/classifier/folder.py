@@ -118,6 +118,12 @@ class ModelFolder:
     def exists(self) -> bool:
         return self.description_path.is_file()
 
+    def remove_if_empty(self) -> None:
+        """Remove a folder that has nothing but the lock, which the caller holds."""
+        if list(self.path.iterdir()) == [self.lock.path]:
+            self.lock.path.unlink()
+            self.path.rmdir()
+
     def read(self) -> Description:
         try:
             content = json.loads(self.description_path.read_text())

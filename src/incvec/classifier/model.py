@@ -175,8 +175,14 @@ class Classifier:
                 f"{folder.path} has a classifier already. Add classes with --into {folder.path} "
                 "(Classifier.load(...).learn), or choose another folder."
             )
+        created = not folder.path.exists() or temporary is not None
         with folder.lock:
-            make(folder)
+            try:
+                make(folder)
+            except BaseException:
+                if created:
+                    folder.remove_if_empty()
+                raise
         classifier = cls(folder, device)
         if temporary is not None:
             weakref.finalize(classifier, shutil.rmtree, temporary, ignore_errors=True)

@@ -76,10 +76,8 @@ class ImageMethod(Method):
     model: Classifier
     options: TrainOptions
     uses_teacher: bool = True
-    later_settings: ClassVar[tuple[str, ...]] = (
-        "memory",
-        "memory_total",
-    )  # exemplars are selected when the base task ends
+    # Exemplars are selected when the base task ends.
+    later_settings: ClassVar[tuple[str, ...]] = ("memory", "memory_total")
 
     def __init__(self, options: TrainOptions, world: World) -> None:
         super().__init__(options, world)
