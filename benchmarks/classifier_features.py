@@ -17,18 +17,20 @@ from incvec.classifier.folder import Preprocessing
 from incvec.classifier.network import in_batches, stored_side
 from incvec.classifier.photos import ClassPhotos, list_photos, load_squares
 from incvec.data.select import class_means, herd
-from incvec.methods.lda import discriminants, signed_power
+from incvec.methods.lda import discriminants, signed_power, stage_features
 from incvec.nets import build_backbone
 from incvec.nets.pretrained import copy_state, expected_input, load_weights
 
-FROZEN = ("lda", "lda-plain", "nearest-mean", "sgd", "new-only", "linear-replay", "linear-replay-power", "all-linear",
-          "all-linear-power")  # fmt: skip
+# `-stages`: the features that lda takes, of all stages, raised to its power.
+FROZEN = ("lda", "lda-last", "lda-plain", "nearest-mean", "sgd", "new-only", "linear-replay", "linear-replay-stages",
+          "all-linear", "all-linear-stages")  # fmt: skip
 C = 0.1  # of the logistic regression, chosen with `held-out`
 Score = Callable[[Tensor], Tensor]
 
 
 class Features:
-    """Features of the frozen default backbone for all photos, cached in a file."""
+    """Features of the frozen default backbone for all photos, cached in a file: those of all stages, of which the first
+    part are those of the backbone."""
 
     def __init__(self, photos: Path, backbone: str, cache: Path, side: int | None = None) -> None:
         size, mean, std = expected_input(backbone)
@@ -36,7 +38,10 @@ class Features:
         self.preprocessing = Preprocessing(side=size, stored=stored_side(size), mean=mean, std=std)
         self.parts = {part: list_photos(photos / part) for part in ("train", "test")}
         self.classes = self.parts["train"].classes
-        names = [str(f) + str(f.stat().st_size) for p in self.parts.values() for own in p.files.values() for f in own]
+        names = [
+            "stages",
+            *(str(f) + str(f.stat().st_size) for p in self.parts.values() for own in p.files.values() for f in own),
+        ]
         key = hashlib.sha256("\n".join([backbone, str(size), *names]).encode()).hexdigest()[:16]
         self.backbone, self.file = backbone, cache / f"features-{key}.pt"
 
@@ -55,7 +60,7 @@ class Features:
         files = photos.labelled(self.classes)
 
         def features(pixels: Tensor) -> Tensor:
-            return cast(Tensor, net((pixels - mean) / std).features)
+            return torch.cat(stage_features(net((pixels - mean) / std)), 1)
 
         parts = []
         for start in range(0, len(files), 256):
@@ -64,6 +69,15 @@ class Features:
             )
             print(f"{photos.root.name}: {min(start + 256, len(files))} of {len(files)} features", flush=True)
         return torch.cat(parts).clone()
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Of the parts of the features."""
+        side = self.preprocessing.side
+        return [
+            part.shape[1]
+            for part in stage_features(build_backbone(self.backbone).eval()(torch.zeros(1, 3, side, side)))
+        ]
 
     def count(self, part: str, order: Sequence[int]) -> int:
         return sum(len(self.parts[part].files[self.classes[c]]) for c in order)
@@ -102,24 +116,36 @@ class Frozen:
     """One approach on frozen features. `learn` gets the features of new classes and returns a scoring function."""
 
     def __init__(
-        self, approach: str, memory: int, seed: int, n_classes: int, power: float, shrinkage: float, c: float
+        self,
+        approach: str,
+        memory: int,
+        seed: int,
+        n_classes: int,
+        widths: Sequence[int],
+        power: float,
+        shrinkage: float,
+        c: float,
     ) -> None:
-        self.approach, self.memory, self.seed, self.n_classes = approach, memory, seed, n_classes
-        self.power = power if approach == "lda" or approach.endswith("-power") else 1.0
+        self.memory, self.seed, self.n_classes = memory, seed, n_classes
+        stages = approach == "lda" or approach.endswith("-stages")
+        self.widths = list(widths) if stages else list(widths[:1])
+        self.power = power if stages or approach == "lda-last" else 1.0
+        self.approach = approach.removesuffix("-stages").removesuffix("-last").removesuffix("-plain")
         self.shrinkage, self.c = shrinkage, c
         self.kept: list[tuple[Tensor, Tensor]] = []  # features and labels that the approach may use later
         self.state: Any = None
 
     def learn(self, x: Tensor, y: Tensor) -> Score:
-        if self.approach.endswith("-power"):
-            score = self._learn(signed_power(x, self.power), y)
-            return lambda z: score(signed_power(z, self.power))
-        return self._learn(x, y)
+        def view(features: Tensor) -> Tensor:
+            return signed_power(features[:, : sum(self.widths)], self.power)
+
+        score = self._learn(view(x), y)
+        return lambda z: score(view(z))
 
     def _learn(self, x: Tensor, y: Tensor) -> Score:
-        match self.approach.removesuffix("-power"):
-            case "lda" | "lda-plain":
-                return self._lda(x, y)
+        match self.approach:
+            case "lda":
+                return self._lda(x.double(), y)
             case "nearest-mean":
                 unit = torch.nn.functional.normalize
                 new = torch.stack([unit(x[y == c], dim=1).mean(0) for c in y.unique().tolist()])
@@ -137,7 +163,7 @@ class Frozen:
                 return lambda z: z @ w.T + b
             case "linear-replay" | "all-linear":
                 past = [(x, y), *self.kept]
-                if self.approach.startswith("all-linear"):
+                if self.approach == "all-linear":
                     self.kept.append((x, y))
                 else:
                     count = min(self.memory, int(torch.bincount(y)[y.unique()].min()))
@@ -147,15 +173,15 @@ class Frozen:
         raise ValueError(f"unknown approach {self.approach!r}")
 
     def _lda(self, x: Tensor, y: Tensor) -> Score:
-        z = signed_power(x, self.power).double()
         first = int(y.min())
-        means = class_means(z, y - first, len(y.unique()))
-        centered = z - means[y - first]
-        old = (means[:0], torch.zeros(z.shape[1], z.shape[1], dtype=z.dtype), 0)
+        means = class_means(x, y - first, len(y.unique()))
+        centered = x - means[y - first]
+        old = (means[:0], torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype), 0)
         known, scatter, count = old if self.state is None else self.state
-        self.state = torch.cat([known, means]), scatter + centered.T @ centered, count + len(z)
-        weight, bias = discriminants(self.state[0], self.state[1], torch.tensor(self.state[2]), self.shrinkage)
-        return lambda t: signed_power(t, self.power).double() @ weight.T + bias
+        known, scatter, count = torch.cat([known, means]), scatter + centered.T @ centered, count + len(x)
+        self.state = known, scatter, count
+        weight, bias = discriminants(known, scatter, torch.tensor(count), self.shrinkage, self.widths)
+        return lambda t: t.double() @ weight.T + bias
 
     def _sgd(self, x: Tensor, y: Tensor) -> Score:
         from sklearn.linear_model import SGDClassifier
@@ -177,7 +203,7 @@ def measure_frozen(
     x, y = data.get("train", order)
     test_x, test_y = data.get("test", order)
     lasts = np.cumsum(sizes).tolist()
-    learner = Frozen(approach, given.memory, seed, len(order), given.power, given.shrinkage, C)
+    learner = Frozen(approach, given.memory, seed, len(order), data.widths, given.power, given.shrinkage, C)
     rows = []
     for number, last in enumerate(lasts):
         new = (y >= last - sizes[number]) & (y < last)
@@ -199,15 +225,16 @@ def held_out(given: argparse.Namespace) -> None:
     data = Features(given.photos, given.backbone, given.cache, given.side)
     x, y = data.get("train", range(len(data.classes)))
     position = torch.cat([torch.arange(int((y == c).sum())) for c in range(len(data.classes))])
-    for power in (1.0, 0.5, 0.33):
-        choices = [("lda", value) for value in (0.1, 0.2, 0.3, 0.5, 0.7)] + [
-            ("all-linear", c) for c in (0.001, 0.01, 0.1)
-        ]
-        for approach, value in choices:
-            correct = 0
-            for fold in range(4):
-                test = position % 4 == fold
-                learner = Frozen(approach, 0, 0, len(data.classes), 1.0, value, value)
-                score = learner.learn(signed_power(x[~test], power), y[~test])
-                correct += int((score(signed_power(x[test], power)).argmax(1) == y[test]).sum())
-            print(f"power {power}, {approach} {value}: {100 * correct / len(y):.1f} % of {len(y)}", flush=True)
+    shrinkages, constants = (0.1, 0.2, 0.3, 0.5, 0.7), (0.001, 0.01, 0.1)
+    for stages in ("", "-stages"):
+        for power in (1.0, 0.5, 0.33) if not stages else (0.5,):
+            choices = [("lda", value) for value in shrinkages] + [("all-linear", c) for c in constants]
+            for approach, value in choices:
+                name = f"{approach}{stages}" if approach != "lda" else "lda" if stages else "lda-last"
+                correct = 0
+                for fold in range(4):
+                    test = position % 4 == fold
+                    learner = Frozen(name, 0, 0, len(data.classes), data.widths, power, value, value)
+                    score = learner.learn(x[~test], y[~test])
+                    correct += int((score(x[test]).argmax(1) == y[test]).sum())
+                print(f"{name}, power {power}, {value}: {100 * correct / len(y):.1f} % of {len(y)}", flush=True)

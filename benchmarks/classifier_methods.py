@@ -14,15 +14,16 @@ the file already are not measured again. `--side` is the side of the network's i
 
 Approaches on frozen features, which are computed once and cached:
 
-- lda: linear discriminant analysis from class statistics; `lda-plain` without the square root;
+- lda: linear discriminant analysis from class statistics; `lda-last` of the backbone's last features alone, `lda-plain`
+  also without the square root;
 - nearest-mean: the class with the nearest mean feature, by cosine;
 - sgd: scikit-learn's SGDClassifier.partial_fit on the new photos, five passes;
 - new-only: logistic regression on the new photos, its rows added to the old ones;
 - linear-replay: logistic regression on the new photos and the remembered ones;
 - all-linear: logistic regression on all photos so far, the bound for frozen features.
 
-`linear-replay-power` and `all-linear-power` take the features raised to the same power as lda does, so that the
-comparison is not one of features.
+`linear-replay-stages` and `all-linear-stages` take the features that lda takes, so that the comparison is not one of
+features. The others take the backbone's last features.
 
 Approaches that train the network, through `Classifier`: the name of a method, with +ivt or not; `lda-adapted`, lda
 after the backbone was trained on the classes of the first `learn`; `all-finetuned` trains on all photos at once, the
@@ -58,8 +59,8 @@ from incvec.classifier.photos import ClassPhotos, list_photos
 from incvec.methods import find_method
 from incvec.records import environment
 
-BOUNDS = ("all-linear", "all-linear-power", "all-finetuned")
-KEEPS = dict.fromkeys(("linear-replay", "linear-replay-power"), "remembered") | dict.fromkeys(BOUNDS, "all")
+BOUNDS = ("all-linear", "all-linear-stages", "all-finetuned")
+KEEPS = dict.fromkeys(("linear-replay", "linear-replay-stages"), "remembered") | dict.fromkeys(BOUNDS, "all")
 Grid = list[list[float]]  # after each `learn`: accuracy on all classes so far, then on those of each `learn`
 
 
@@ -146,9 +147,9 @@ def measure(given: argparse.Namespace) -> None:
             key = {"approach": approach, "seed": seed, "memory": given.memory, "sizes": sizes}
             key |= {"backbone": given.backbone, "name": given.name, "side": data.preprocessing.side}
             if approach.startswith("lda") and approach in FROZEN:
-                key |= {"power": given.power, "shrinkage": given.shrinkage}
+                key |= {"power": 1.0 if approach == "lda-plain" else given.power, "shrinkage": given.shrinkage}
             elif approach in FROZEN:
-                key |= {"C": C, "power": given.power if approach.endswith("-power") else 1.0}
+                key |= {"C": C, "power": given.power if approach.endswith("-stages") else 1.0}
             else:
                 key |= {"settings": training_settings(approach, given)}
             if any(all(row.get(k) == v for k, v in key.items()) for row in read_rows(given.json)):

@@ -18,7 +18,7 @@ TINY: dict[str, Any] = {"backbone": "tiny", "side": 16, "memory": 3, "check": 2,
 FROZEN: dict[str, Any] = {
     **TINY,
     "method": "lda",
-    "settings": {"lda": {"adapt_epochs": 0}},
+    "settings": {"lda": {"adapt_epochs": 0, "features": "stages"}},
 }
 REPLAY: dict[str, Any] = {
     **TINY,

@@ -15,6 +15,7 @@ from incvec import Classifier
 from incvec.classifier.network import to_pixels
 from incvec.classifier.photos import to_square
 from incvec.errors import ConfigError, DataError
+from incvec.nets.efficientnet import EfficientNetLite0
 from tests.classifier.folders import state, write_classes
 from tests.cli.conftest import invoke, message
 
@@ -97,6 +98,26 @@ def test_with_photos_every_kind_of_method_goes_on(method: str, files: Path, tmp_
     assert set(adopted.description.history[0].check) == set(CLASSES)
     adopted.learn(files / "later")
     assert adopted.predict_proba(files / "test").shape == (12, 5)
+
+
+def test_lda_has_more_features_than_the_checkpoint(files: Path, tmp_path: Path) -> None:
+    """Its head is computed from the photos of the checkpoint's classes."""
+    torch.manual_seed(0)
+    network = EfficientNetLite0()
+    save_file(network.state_dict() | {"fc.weight": torch.zeros(3, network.width)}, tmp_path / "lite0.safetensors")
+    adopted = Classifier.from_checkpoint(
+        tmp_path / "lite0.safetensors",
+        CLASSES,
+        photos=files / "old",
+        backbone="lite0",
+        method="lda",
+        side=32,
+        device="cpu",
+    )
+    model: Any = adopted.network.method.model
+    assert model.head.width > model.backbone.width
+    assert torch.equal(model.backbone.stem.conv.weight, network.stem.conv.weight)
+    assert adopted.score(files / "old") > 0.8
 
 
 @pytest.mark.parametrize("photos", ["old", None])

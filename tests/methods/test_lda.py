@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from incvec.data import Dataset
 from incvec.methods.common import extract_features
-from incvec.methods.lda import LDA, discriminants, signed_power
+from incvec.methods.lda import LDA, discriminants, signed_power, stage_features
+from incvec.nets import Features
 from tests.methods.tools import randn, trained
 
 
@@ -24,6 +27,29 @@ def test_discriminants_are_those_of_sklearn() -> None:
     torch.testing.assert_close(bias, torch.from_numpy(expected.intercept_) + torch.tensor(3.0).double().log())
 
 
+def test_parts_of_the_features_are_shrunk_by_their_own_scale() -> None:
+    """As scikit-learn does with features whose parts have been divided by their deviations within classes."""
+    labels, parts = torch.arange(3).repeat_interleave(20), (slice(0, 2), slice(2, 5))
+    samples = randn(60, 5) @ randn(5, 5, seed=1) + 2 * randn(3, 5, seed=2)[labels]
+    samples[:, 2:] *= 100
+    means = torch.stack([samples[labels == c].mean(0) for c in range(3)])
+    centered = samples - means[labels]
+    scale = torch.cat([centered[:, part].square().mean().sqrt().expand(part.stop - part.start) for part in parts])
+    weight, bias = discriminants(means, centered.T @ centered, torch.tensor(60), 0.3, [2, 3])
+    model = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=0.3).fit((samples / scale).numpy(), labels.numpy())
+    torch.testing.assert_close(weight, torch.from_numpy(model.coef_) / scale)
+    torch.testing.assert_close(bias, torch.from_numpy(model.intercept_) + torch.tensor(3.0).double().log())
+
+
+def test_stage_features_are_means_and_deviations_of_earlier_maps() -> None:
+    first, last, features = randn(2, 3, 4, 5).float(), randn(2, 6, 2, 2).float(), randn(2, 6).float()
+    found = stage_features(Features((first, last), features))
+    expected = [features.numpy(), first.numpy().mean((2, 3)), first.numpy().std((2, 3))]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_one_image_per_class_is_nearest_mean() -> None:
     means = randn(4, 3)
     weight, bias = discriminants(means, torch.zeros(3, 3), torch.tensor(4), 0.3)
@@ -35,19 +61,21 @@ def test_signed_power() -> None:
     torch.testing.assert_close(signed_power(torch.tensor([4.0, -9.0, 0.0]), 0.5), torch.tensor([2.0, -3.0, 0.0]))
 
 
-def test_tasks_and_parts_of_classes_add_up(few: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("features", ["last", "stages"])
+def test_tasks_and_parts_of_classes_add_up(features: str, few: Dataset, tmp_path: Path) -> None:
     """After three tasks, the statistics are those of all images; so they are if images arrive in two parts."""
-    method = trained(LDA, few, tmp_path, adapt_epochs=1)
+    method = trained(LDA, few, tmp_path, adapt_epochs=1, features=features)
     rows = method.rows_of(range(6))
-    features = signed_power(extract_features(method.model, method.world, rows), 0.5).double()
+    z = signed_power(extract_features(method.model, method.world, rows), 0.5).double()
     labels = method.world.train.labels[rows]
-    means = torch.stack([features[labels == c].mean(0) for c in range(6)])
-    centered = features - means[labels]
+    means = torch.stack([z[labels == c].mean(0) for c in range(6)])
+    centered = z - means[labels]
     for _ in range(2):
         assert method.store["counts"].tolist() == torch.bincount(labels).tolist()
         torch.testing.assert_close(method.store["prototypes"].double(), means, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(method.store["scatter"].double(), centered.T @ centered, rtol=1e-4, atol=1e-3)
-        weight, _ = discriminants(means, centered.T @ centered, torch.tensor(len(rows)), 0.5)
+        widths = [8, 4, 4] if features == "stages" else None  # of the last stage, then mean and deviation of the first
+        weight, _ = discriminants(means, centered.T @ centered, torch.tensor(len(rows)), 0.5, widths)
         torch.testing.assert_close(method.model.head.weight.double(), weight, rtol=1e-3, atol=1e-2)
         method.store = {}
         for part in (rows[::3], rows[1::3], rows[2::3]):

@@ -107,11 +107,13 @@ def load_checkpoint(model: Any, settings: Settings, checkpoint: Path, classes: t
             f"the method {settings.method!r} does not classify with one linear row per class, as a checkpoint does; "
             "use lda, replay, icarl, lwf or finetune."
         )
-    backbone, weight, bias = split_checkpoint(settings.backbone, checkpoint, read_state(checkpoint), model.head.width)
+    width = model.backbone.width
+    backbone, weight, bias = split_checkpoint(settings.backbone, checkpoint, read_state(checkpoint), width)
     if len(weight) != len(classes):
         raise DataError(
             f"{checkpoint} has a classifier of {len(weight)} classes, but {len(classes)} class names were given: "
             "expected one name for each row of its last layer, in order."
         )
     copy_state(model.backbone, backbone)
-    model.head.set_block(0, weight, torch.zeros(len(weight)) if bias is None else bias)
+    if model.head.width == width:  # otherwise the head is computed from photos
+        model.head.set_block(0, weight, torch.zeros(len(weight)) if bias is None else bias)

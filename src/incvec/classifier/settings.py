@@ -33,7 +33,8 @@ FINE_TUNING: dict[str, Any] = {
     "normalization": "default",
 }
 # What else a method needs with such a backbone: its own defaults are for training from scratch, over many more steps.
-# The rates and loss weights of LUCIR and PODNet were chosen on training photos (docs/classifier.md).
+# The rates and loss weights of LUCIR and PODNet and the features of LDA were chosen on training photos
+# (docs/classifier.md).
 FINE_TUNING_METHODS: dict[str, dict[str, Any]] = {
     "lucir": {"initial_scale": 16.0, "lr": 0.02, "lambda_base": 1.0},
     "podnet": {
@@ -44,6 +45,7 @@ FINE_TUNING_METHODS: dict[str, dict[str, Any]] = {
         "balance_epochs": 10,
     },
     "pass": {"temperature": 1.0, "lambda_distil": 0.3, "lambda_prototypes": 2.0},
+    "lda": {"features": "stages"},
 }
 FINE_TUNING_IVT: dict[str, Any] = {"interval": 3, "last": "skip", "head": "keep", "batchnorm": "keep"}
 

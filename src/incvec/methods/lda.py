@@ -14,6 +14,10 @@ The square root of non-negative features makes them more Gaussian, as in Yang et
 https://arxiv.org/abs/2101.06395); negative ones keep their sign. The authors' shrinkage is 1e-4 and they normalize
 nothing; with few photos per class a larger one is better.
 
+With `features=stages` the features are those of the backbone together with the mean and the standard deviation over
+positions of every channel of its earlier stages, which see details that the last stage has lost. S is then shrunk
+towards one multiple of the identity for each stage and kind, since their scales differ.
+
 The backbone is frozen, and without pre-trained weights its features are random. `adapt_epochs` trains it on the classes
 of the first task with a linear classifier that is then discarded, as in first-session adaptation (Panos et al., ICCV
 2023, https://arxiv.org/abs/2303.13199).
@@ -21,6 +25,7 @@ of the first task with a linear classifier that is then discarded, as in first-s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,10 +34,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from incvec.config import Ints, TrainOptions
-from incvec.contracts import Batch, Stage, Task, Terms
+from incvec.contracts import Batch, Output, Stage, Task, Terms
 from incvec.data.select import class_means
 from incvec.methods.common import ImageMethod, extract_features
-from incvec.nets import Head, LinearHead
+from incvec.nets import Backbone, Classifier, Features, Head, LinearHead, build_backbone, to_float32
 
 CPU_PIXELS = 4 * 224**2  # per forward pass
 
@@ -42,6 +47,9 @@ class LDAOptions(TrainOptions):
 
     shrinkage: float = Field(0.5, gt=0, le=1, description="share of the identity in the covariance")
     power: float = Field(0.5, gt=0, le=1, description="of the features; 1: unchanged")
+    features: Literal["last", "stages"] = Field(
+        "last", description="those of the backbone; or also mean and standard deviation of its earlier stages' maps"
+    )
     adapt_epochs: int = Field(0, ge=0, description="epochs that train the backbone on the classes of the first task")
     batch_size: int = Field(32, ge=1)
     lr: float = Field(0.01, gt=0)
@@ -67,16 +75,48 @@ class PowerHead(LinearHead):
         return super().scores(signed_power(features, self.power))
 
 
-def discriminants(means: Tensor, scatter: Tensor, count: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
+def stage_features(output: Features) -> list[Tensor]:
+    """The backbone's features, then the mean and the standard deviation over positions of each earlier stage's map."""
+    parts = [to_float32(output.features)]
+    for stage_map in output.maps[:-1]:
+        deviation, mean = torch.std_mean(to_float32(stage_map), (2, 3), correction=0)
+        parts += [mean, deviation]
+    return parts
+
+
+class StageClassifier(Classifier):
+    """A head on `stage_features`. `widths` are those of its parts, for images of the given shape."""
+
+    def __init__(self, backbone: Backbone, power: float, image_shape: Sequence[int]) -> None:
+        nn.Module.__init__(self)
+        with torch.no_grad():
+            parts = stage_features(backbone.eval()(torch.zeros(1, *image_shape)))
+        self.widths = [part.shape[1] for part in parts]
+        self.backbone = backbone.train()
+        self.head = PowerHead(sum(self.widths), power)
+
+    def features(self, images: Tensor) -> Tensor:
+        return torch.cat(stage_features(self.backbone(images)), 1)
+
+    def forward(self, images: Tensor) -> Output:
+        output = self.backbone(images)
+        features = torch.cat(stage_features(output), 1)
+        return Output(output.maps, features, self.head(features))
+
+
+def discriminants(
+    means: Tensor, scatter: Tensor, count: Tensor, shrinkage: float, widths: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor]:
     """Rows w_c and biases b_c from the class means, the summed squares within classes and the number of images.
 
-    S = (1 - shrinkage) covariance + shrinkage mean(diagonal) I, in float64.
+    S = (1 - shrinkage) covariance + shrinkage mean(diagonal) I, in float64. With `widths`, the features have parts of
+    these widths, and each has its own mean of the diagonal.
     """
     mu, covariance = means.double(), scatter.double() / count.clamp(min=1)
-    scale = covariance.diagonal().mean()
+    parts = covariance.diagonal().split(list(widths or [len(covariance)]))
+    scale = torch.cat([part.mean().expand_as(part) for part in parts])
     scale = torch.where(scale > 0, scale, 1.0)  # one image per class: nearest class mean
-    eye = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    rows = torch.linalg.solve((1 - shrinkage) * covariance + shrinkage * scale * eye, mu.T).T
+    rows = torch.linalg.solve((1 - shrinkage) * covariance + shrinkage * torch.diag(scale), mu.T).T
     return rows.to(means.dtype), (-0.5 * (rows * mu).sum(1)).to(means.dtype)
 
 
@@ -90,6 +130,13 @@ class LDA(ImageMethod):
     options: LDAOptions
     uses_teacher = False
     trains = False  # no increment: after the first task only statistics change
+
+    def make_model(self) -> Any:
+        if self.options.features == "last":
+            return super().make_model()
+        shape = self.world.image_shape
+        backbone = build_backbone(self.options.net, channels=shape[0], generator=self.world.generator)
+        return StageClassifier(backbone, self.options.power, shape)
 
     def make_head(self, width: int) -> Head:
         return PowerHead(width, self.options.power)
@@ -116,7 +163,7 @@ class LDA(ImageMethod):
 
     def loss(self, batch: Batch) -> Terms:
         classifier: Any = self.auxiliary.classifier
-        return {"ce": F.cross_entropy(classifier(self.model.features(batch.images)), batch.labels)}
+        return {"ce": F.cross_entropy(classifier(to_float32(self.model.backbone(batch.images).features)), batch.labels)}
 
     def end_task(self, task: Task) -> None:
         self.update(self.rows_of(task.classes), task.n_seen)
@@ -149,7 +196,8 @@ class LDA(ImageMethod):
         scatter += centered.T @ centered + shift.T @ between
         mean = old_mean + (new_count / total.clamp(min=1))[:, None] * shift
         self.store |= {"counts": total.float(), "prototypes": mean.float(), "scatter": scatter.float()}
-        weight, bias = discriminants(mean, scatter, total.sum(), self.options.shrinkage)
+        widths = self.model.widths if isinstance(self.model, StageClassifier) else None
+        weight, bias = discriminants(mean, scatter, total.sum(), self.options.shrinkage, widths)
         first = 0
         for index, block in enumerate(self.model.head):
             last = first + len(block.weight)
