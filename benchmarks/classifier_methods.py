@@ -26,8 +26,8 @@ Approaches on frozen features, which are computed once and cached:
 features. The others take the backbone's last features.
 
 Approaches that train the network, through `Classifier`: the name of a method, with +ivt or not; `lda-adapted`, lda
-after the backbone was trained on the classes of the first `learn`; `all-finetuned` trains on all photos at once, the
-bound.
+after the backbone was trained on the classes of the first `learn` (`lda-adapted-last`: on the backbone's last features
+alone, measured before lda had others); `all-finetuned` trains on all photos at once, the bound.
 
 No setting is chosen on test photos. `fold` makes a folder like PHOTOS from its training photos, every fourth of which
 is for testing, on which `measure` compares epochs and learning rates. `held-out` prints accuracies on four such folds,
@@ -67,7 +67,7 @@ Grid = list[list[float]]  # after each `learn`: accuracy on all classes so far, 
 def method_of(approach: str) -> str:
     """The method behind an approach that trains the network. What follows @ in its name is a number of epochs."""
     name = approach.partition("+")[0].partition("@")[0]
-    return {"all-finetuned": "finetune", "lda-adapted": "lda"}.get(name, name)
+    return {"all-finetuned": "finetune", "lda-adapted": "lda", "lda-adapted-last": "lda"}.get(name, name)
 
 
 def keeps(approach: str) -> str:
