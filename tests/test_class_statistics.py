@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from incvec import ClassStatistics
-from incvec.class_statistics import JITTER, class_weights, fit_displacement
+from incvec.class_statistics import JITTER, class_gaussians, class_weights, draw, fit_displacement
+from incvec.data.gaussians import FeatureSource, GaussianSource
+from tests.methods.tools import seeded
 
 
 def test_an_affine_displacement_is_found_exactly() -> None:
@@ -97,3 +99,62 @@ def test_labels_continue_those_known() -> None:
     statistics.add(features, labels)
     with pytest.raises(ValueError, match=r"expected the labels 2, 3, \.\.\. of new classes, got \[0, 1\]"):
         statistics.add(features, labels)
+
+
+def test_class_gaussians() -> None:
+    features, labels = torch.randn(40, 3, generator=seeded()), torch.arange(40) % 4
+    means, factors = class_gaussians(features, labels, range(1, 3), ridge=0.01)
+    for row, label in enumerate((1, 2)):
+        own = features[labels == label].double()
+        torch.testing.assert_close(means[row].double(), own.mean(0), rtol=1e-5, atol=1e-6)
+        wanted = torch.cov(own.T) + 0.01 * torch.eye(3)
+        torch.testing.assert_close((factors[row] @ factors[row].T).double(), wanted.double(), rtol=1e-4, atol=1e-5)
+    alone, ridge = class_gaussians(features[:1], labels[:1], range(1), ridge=0.04)
+    torch.testing.assert_close(alone[0], features[0])
+    torch.testing.assert_close(ridge[0], 0.2 * torch.eye(3))
+
+
+def test_shrunk_covariances() -> None:
+    features = torch.randn(30, 3, generator=seeded())
+    _, factors = class_gaussians(features, torch.zeros(30, dtype=torch.int64), range(1), ridge=1e-4, shrink=True)
+    c = torch.cov(features.T.double())
+    on = (c[0, 0] + c[1, 1] + c[2, 2]) / 3
+    off = (c[0, 1] + c[0, 2] + c[1, 2]) / 3
+    wanted = c + torch.tensor([[on, off, off], [off, on, off], [off, off, on]]) + 1e-4 * torch.eye(3)
+    torch.testing.assert_close((factors[0] @ factors[0].T).double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_draws_have_the_mean_and_covariance_of_their_class() -> None:
+    means, factors = torch.tensor([[5.0, 0.0], [-3.0, 1.0]]), torch.tensor([[[1.0, 0], [0.5, 2]], [[0.1, 0], [0, 0.1]]])
+    batch = GaussianSource(means, factors, torch.tensor([1.0, 2.0])).fetch(torch.tensor([1, 0] * 4000), seeded())
+    assert torch.equal(batch.labels, torch.tensor([1, 0] * 4000))
+    torch.testing.assert_close(batch.images[1::2].mean(0), means[0], rtol=0, atol=0.1)
+    torch.testing.assert_close(batch.images[::2].mean(0), 2 * means[1], rtol=0, atol=0.01)
+    torch.testing.assert_close(torch.cov(batch.images[1::2].T), factors[0] @ factors[0].T, rtol=0, atol=0.2)
+    several = draw(means, factors, torch.tensor([1, 0]), seeded(), each=3)
+    assert several.shape == (6, 2)
+    assert (several[:3, 0] < 0).all()
+    assert (several[3:, 0] > 0).all()
+    unaligned = FeatureSource(means, torch.tensor([7, 8])).fetch(torch.tensor([1, 1, 0]), None)
+    assert unaligned.images.tolist() == [[-3, 1], [-3, 1], [5, 0]]
+    assert unaligned.labels.tolist() == [8, 8, 7]
+
+
+def test_first_task_of_a_loop() -> None:
+    """The loop of the module's docstring: nothing to move yet."""
+    features, labels = two_classes(5)
+    statistics = ClassStatistics()
+    with pytest.raises(ValueError, match=r"add\(features, labels\)"):
+        statistics.sample(3)
+    statistics.move(features, features + 1, labels)
+    with pytest.raises(ValueError, match="labels 0, 1"):
+        statistics.add(features[:0], labels[:0])
+    statistics.add(features, labels)
+    assert len(statistics) == 2
+
+
+def test_a_loaded_state_is_on_the_device_of_the_object() -> None:
+    statistics, other = ClassStatistics(), ClassStatistics("meta")
+    statistics.add(*two_classes(5))
+    other.load_state_dict(statistics.state_dict())
+    assert other.means.device.type == "meta"

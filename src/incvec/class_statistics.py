@@ -38,8 +38,8 @@ class Displacement(NamedTuple):
 
     def covariances(self, before: Tensor) -> Tensor:
         """Covariances of features after the displacement, from those before it."""
-        turn = torch.eye(len(self.slope), dtype=self.slope.dtype, device=self.slope.device) + self.slope
-        return turn.T @ before @ turn + self.noise
+        jacobian = torch.eye(len(self.slope), dtype=self.slope.dtype, device=self.slope.device) + self.slope
+        return jacobian.T @ before @ jacobian + self.noise
 
 
 def fit_displacement(before: Tensor, after: Tensor, weights: Tensor, ridge: float) -> Displacement:
@@ -112,7 +112,7 @@ class ClassStatistics:
     def add(self, features: Tensor, labels: Tensor) -> None:
         """Add the classes after those known, from features of all their images."""
         first, classes = len(self), labels.unique().tolist()
-        if classes != list(range(first, first + len(classes))):
+        if not classes or classes != list(range(first, first + len(classes))):
             raise ValueError(f"expected the labels {first}, {first + 1}, ... of new classes, got {classes[:10]}")
         means, factors = class_gaussians(features, labels, classes)
         if first:
@@ -125,7 +125,10 @@ class ClassStatistics:
 
         A ridge regression, every class with the same weight, gives the displacement of a feature as an affine function
         of the feature. It is applied to means and covariances. `ridge`: of the linear part, relative to the variance.
+        Without any class yet, nothing is done.
         """
+        if not len(self):
+            return
         moves = fit_displacement(before, after, class_weights(labels), ridge)
         shift = moves(self.means.double())
         self.shift = (shift.norm(dim=1).mean() / self.means.norm(dim=1).mean()).float()
@@ -137,6 +140,8 @@ class ClassStatistics:
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Features and labels of `count` draws, every class equally likely."""
+        if not len(self):
+            raise ValueError("there are no classes to draw from yet: call add(features, labels) first")
         labels = torch.randint(len(self), (count,), generator=generator, device=self.means.device)
         return draw(self.means, self.factors, labels, generator), labels
 
@@ -144,4 +149,5 @@ class ClassStatistics:
         return {"means": self.means, "factors": self.factors, "shift": self.shift}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.means, self.factors, self.shift = (state[name].clone() for name in ("means", "factors", "shift"))
+        own = (state[name].to(self.means.device, copy=True) for name in ("means", "factors", "shift"))
+        self.means, self.factors, self.shift = own

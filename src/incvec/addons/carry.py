@@ -1,8 +1,8 @@
-"""Carried class statistics: a classifier of all classes from what their full data once showed.
+"""Carried class statistics: a classifier of all classes, trained on Gaussians that follow the features.
 
 Most of the gap to the oracle is in the classifier, not in the features (docs/successor.md): the oracle's rows are
-trained on all images of the old classes, ours on a few exemplars. So each class leaves the mean and the covariance of
-its features, taken when all its images were there. After every later increment,
+trained on all images of the old classes, ours on a few exemplars. So the mean and the covariance of each class's
+features are stored in the task of the class, from all its images. After every later increment,
 
 1. the statistics follow the features. Images at hand (those of the task, and the exemplars) are passed through the
    model before and after the increment. A ridge regression, every class with the same weight, gives the displacement
