@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from incvec.atomic_files import write_bytes
 from incvec.classifier.folder import Preprocessing
 from incvec.classifier.network import in_batches, stored_side
 from incvec.classifier.photos import ClassPhotos, list_photos, load_squares
@@ -20,6 +22,7 @@ from incvec.data.select import class_means, herd
 from incvec.methods.lda import discriminants, signed_power, stage_features
 from incvec.nets import build_backbone
 from incvec.nets.pretrained import copy_state, expected_input, load_weights
+from incvec.records import environment
 
 # `-stages`: the features that lda takes, of all stages, raised to its power.
 FROZEN = ("lda", "lda-last", "lda-plain", "nearest-mean", "sgd", "new-only", "linear-replay", "linear-replay-stages",
@@ -229,6 +232,7 @@ def held_out(given: argparse.Namespace) -> None:
     choices = [("lda-last", power, value) for power in (1.0, 0.5, 0.33) for value in shrinkages]
     choices += [("lda", power, value) for power in (1.0, 0.5, 0.33) for value in shrinkages]
     choices += [(approach, 0.5, c) for approach in ("all-linear", "all-linear-stages") for c in constants]
+    rows: list[dict[str, Any]] = []
     for approach, power, value in choices:
         correct = 0
         for fold in range(4):
@@ -236,5 +240,9 @@ def held_out(given: argparse.Namespace) -> None:
             learner = Frozen(approach, 0, 0, len(data.classes), data.widths, power, value, value)
             score = learner.learn(x[~test], y[~test])
             correct += int((score(x[test]).argmax(1) == y[test]).sum())
-        setting = f"power {power}, shrinkage {value}" if approach.startswith("lda") else f"C {value}"
-        print(f"{approach}, {setting}: {100 * correct / len(y):.1f} % of {len(y)}", flush=True)
+        setting = {"power": power, "shrinkage": value} if approach.startswith("lda") else {"C": value}
+        rows.append({"approach": approach, **setting, "accuracy": 100 * correct / len(y), "photos": len(y)})
+        print(f"{approach}, {setting}: {rows[-1]['accuracy']:.1f} % of {len(y)}", flush=True)
+    if given.json is not None:
+        content = {"rows": rows, "environment": environment(torch.device("cpu"))}
+        write_bytes(given.json, (json.dumps(content, indent=1) + "\n").encode())

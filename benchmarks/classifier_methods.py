@@ -271,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen.add_argument("--backbone", default="lite0")
     chosen.add_argument("--side", type=int, default=None)
     chosen.add_argument("--cache", type=Path, default=Path("runs/features"))
+    chosen.add_argument("--json", type=Path, default=None)
     chosen.set_defaults(run=held_out)
     part = commands.add_parser("fold")
     part.add_argument("photos", type=Path)
