@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("declarations", "text_files"),
     ("config",),
     ("atomic_files",),
-    ("metrics",),
+    ("metrics", "calibration"),
     ("records",),
     ("data",),
     ("nets",),

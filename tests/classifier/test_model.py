@@ -417,7 +417,7 @@ def test_package_exports_the_classifier_lazily() -> None:
 
 def test_temperature_calibrates_and_keeps_the_class(photos: Path, tmp_path: Path) -> None:
     """Scores that are ten times too large get a temperature of about ten; too few photos change nothing."""
-    from incvec.classifier.network import fit_temperature
+    from incvec.calibration import fit_temperature
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(4000, 5, generator=generator)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
+from incvec.calibration import fit_temperature
 from incvec.data import Dataset
 from incvec.methods.common import extract_features
 from incvec.methods.lda import LDA, discriminants, signed_power, stage_features
@@ -76,10 +77,43 @@ def test_tasks_and_parts_of_classes_add_up(features: str, few: Dataset, tmp_path
         torch.testing.assert_close(method.store["scatter"].double(), centered.T @ centered, rtol=1e-4, atol=1e-3)
         widths = [8, 4, 4] if features == "stages" else None  # of the last stage, then mean and deviation of the first
         weight, _ = discriminants(means, centered.T @ centered, torch.tensor(len(rows)), 0.5, widths)
-        torch.testing.assert_close(method.model.head.weight.double(), weight, rtol=1e-3, atol=1e-2)
+        found = method.model.head.weight.double()  # divided by a temperature
+        torch.testing.assert_close(found / found.norm(), weight / weight.norm(), rtol=1e-3, atol=1e-3)
         method.store = {}
         for part in (rows[::3], rows[1::3], rows[2::3]):
             method.update(part, 6)
+
+
+def test_scores_are_calibrated_on_samples_held_out(few: Dataset, tmp_path: Path) -> None:
+    """The temperature is that of photos scored by the discriminants of the others, a fourth of each class at a time."""
+    method = trained(LDA, few, tmp_path, adapt_epochs=1)
+    rows, store = method.rows_of(range(6)), method.store
+    z = signed_power(extract_features(method.model, method.world, rows), 0.5).double()
+    labels = method.world.train.labels[rows]
+    method.store = {}
+    method.update(rows, 6)
+    position = torch.tensor([labels[:i].tolist().count(label) for i, label in enumerate(labels.tolist())])
+    scores = torch.zeros(len(z), 6, dtype=torch.float64)
+    for fold in range(4):
+        x, y = z[position % 4 != fold], labels[position % 4 != fold]
+        means = torch.stack([x[y == c].mean(0) for c in range(6)])
+        centered = x - means[y]
+        weight, bias = discriminants(means, centered.T @ centered, torch.tensor(len(x)), 0.5)
+        scores[position % 4 == fold] = z[position % 4 == fold] @ weight.T + bias
+    temperature = fit_temperature(scores, labels, 1.0)
+    assert temperature != 1.0
+    means = store["prototypes"].double()
+    weight, _ = discriminants(means, store["scatter"], torch.tensor(len(z)), 0.5)
+    torch.testing.assert_close(method.model.head.weight.double(), weight / temperature, rtol=1e-3, atol=1e-2)
+
+
+def test_single_images_are_never_held_out(few: Dataset, tmp_path: Path) -> None:
+    """Of new classes; the score of a class without any statistics would mean nothing."""
+    method = trained(LDA, few, tmp_path, adapt_epochs=1)
+    method.store = {}
+    method.update(torch.stack([method.rows_of([c])[0] for c in range(6)]), 6)
+    assert torch.isfinite(method.model.head.weight).all()
+    assert method.store["counts"].tolist() == [1.0] * 6
 
 
 def test_backbone_is_trained_in_the_first_task_only(few: Dataset, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from incvec.calibration import fit_temperature
 from incvec.classifier.folder import Description, Learned, ModelFolder, Photos, decode, encode
-from incvec.classifier.network import Network, build_network, fit_temperature, in_batches
+from incvec.classifier.network import Network, build_network, in_batches
 from incvec.classifier.photos import Progress, check_new, list_photos
 from incvec.classifier.settings import Settings, resolve_sections
 from incvec.classifier.training import NewPhotos, Trained, Weights, load_new, train

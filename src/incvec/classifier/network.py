@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from incvec.classifier.folder import Description, Preprocessing
 from incvec.config import RunConfig, validate
@@ -118,18 +117,3 @@ def build_network(description: Description, tensors: Mapping[str, Tensor], devic
 def select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-TEMPERATURES = torch.logspace(-1, 2.5, 141, base=10.0, dtype=torch.float64)  # 0.1 to 316
-MIN_CALIBRATION = 10  # photos
-
-
-def fit_temperature(scores: Tensor, labels: Tensor, before: float) -> float:
-    """The temperature with the smallest cross-entropy on held-out photos; `before` if there are too few of them.
-
-    Guo et al., On calibration of modern neural networks, 2017, https://arxiv.org/abs/1706.04599.
-    """
-    if len(labels) < MIN_CALIBRATION:
-        return before
-    losses = [float(cross_entropy(scores.double() / t, labels)) for t in TEMPERATURES]
-    return round(float(TEMPERATURES[int(torch.tensor(losses).argmin())]), 6)

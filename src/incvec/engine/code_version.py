@@ -39,8 +39,8 @@ BASE_FILES = (
 # they are viewed are part of the key themselves. The others read, write, count or display. The method's own files are
 # found by `method_files`.
 OTHER_FILES = (
-    "__init__.py", "__main__.py", "atomic_files.py", "config.py", "errors.py", "metrics.py", "records.py",
-    "registry.py", "declarations.py", "lazy.py", "text_files.py", "addons/", "presets/", "methods/",
+    "__init__.py", "__main__.py", "atomic_files.py", "calibration.py", "config.py", "errors.py", "metrics.py",
+    "records.py", "registry.py", "declarations.py", "lazy.py", "text_files.py", "addons/", "presets/", "methods/",
     "ivt/__init__.py", "ivt/batchnorm.py", "ivt/checks.py", "ivt/core.py", "ivt/inputs.py", "ivt/listening.py",
     "ivt/optimizer_state.py", "ivt/plugin.py", "ivt/processes.py", "ivt/schedule.py", "ivt/state.py",
     "ivt/statistics.py", "ivt/transform.py",

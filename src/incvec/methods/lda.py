@@ -6,9 +6,10 @@ shrunk towards a multiple of the identity, an image is scored by
 
     w_c z + b_c,   w_c = S^-1 mu_c,   b_c = -w_c mu_c / 2
 
-which is, up to a constant, the log-probability of class c if classes are Gaussians with a common covariance. Means,
-counts and the sum of squares are all that is stored. They are sums over images, so learning class by class gives the
-same classifier as learning all classes at once.
+which is, up to a constant, the log-probability of class c if classes are Gaussians with a common covariance. They are
+too certain, so they are divided by a temperature. It is fitted to new images that were held out of the statistics, a
+fourth at a time. Means, counts and the sum of squares are all that is stored. They are sums over images, so learning
+class by class gives the same decisions as learning all classes at once.
 
 The square root of non-negative features makes them more Gaussian, as in Yang et al. (ICLR 2021,
 https://arxiv.org/abs/2101.06395); negative ones keep their sign. The authors' shrinkage is 1e-4 and they normalize
@@ -26,19 +27,21 @@ of the first task with a linear classifier that is then discarded, as in first-s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from incvec.calibration import fit_temperature
 from incvec.config import Ints, TrainOptions
 from incvec.contracts import Batch, Output, Stage, Task, Terms
 from incvec.data.select import class_means
 from incvec.methods.common import ImageMethod, extract_features
 from incvec.nets import Backbone, Classifier, Features, Head, LinearHead, build_backbone, to_float32
 
+FOLDS = 4
 CPU_PIXELS = 4 * 224**2  # per forward pass
 
 
@@ -120,6 +123,33 @@ def discriminants(
     return rows.to(means.dtype), (-0.5 * (rows * mu).sum(1)).to(means.dtype)
 
 
+class Statistics(NamedTuple):
+    """Of each class the number of samples [C] and their mean [C, d]; of all, the squares around the means [d, d]."""
+
+    counts: Tensor
+    means: Tensor
+    scatter: Tensor
+
+
+def empty_statistics(n_classes: int, like: Tensor) -> Statistics:
+    width = like.shape[1]
+    return Statistics(like.new_zeros(n_classes), like.new_zeros(n_classes, width), like.new_zeros(width, width))
+
+
+def add_samples(old: Statistics, z: Tensor, labels: Tensor) -> Statistics:
+    """The statistics with further samples, of old classes or new ones."""
+    present = labels.unique()
+    position = torch.searchsorted(present, labels)
+    count, mean = torch.zeros_like(old.counts), torch.zeros_like(old.means)
+    count[present] = torch.bincount(position).to(count)
+    mean[present] = class_means(z, position, len(present))
+    total = old.counts + count
+    centered, shift = z - mean[labels], mean - old.means
+    between = (old.counts * count / total.clamp(min=1))[:, None] * shift
+    scatter = old.scatter + centered.T @ centered + shift.T @ between
+    return Statistics(total, old.means + (count / total.clamp(min=1))[:, None] * shift, scatter)
+
+
 class LDA(ImageMethod):
     name = "lda"
     summary = "linear discriminant analysis on a frozen backbone, no exemplars, nothing to forget"
@@ -176,30 +206,39 @@ class LDA(ImageMethod):
         batch = max(1, CPU_PIXELS // (height * width)) if self.world.device.type == "cpu" else None
         features = extract_features(self.model, self.world, rows, batch=batch)
         z = signed_power(features, self.options.power).double()
-        labels = self.world.train.labels[rows]
-        width, device = z.shape[1], z.device
-        known = self.store.get("counts", torch.zeros(0, device=device))
-        count, mean = torch.zeros(n_classes, device=device), torch.zeros(n_classes, width, device=device)
-        scatter = self.store.get("scatter", torch.zeros(width, width, device=device)).double()
-        if len(known):
-            count[: len(known)], mean[: len(known)] = known, self.store["prototypes"]
-        old_count, old_mean = count.double(), mean.double()
-        present = labels.unique()
-        position = torch.searchsorted(present, labels)
-        new_count = torch.zeros(n_classes, dtype=torch.float64, device=device)
-        new_mean = torch.zeros(n_classes, width, dtype=torch.float64, device=device)
-        new_count[present] = torch.bincount(position).double()
-        new_mean[present] = class_means(z, position, len(present))
-        total = old_count + new_count
-        centered, shift = z - new_mean[labels], new_mean - old_mean
-        between = (old_count * new_count / total.clamp(min=1))[:, None] * shift
-        scatter += centered.T @ centered + shift.T @ between
-        mean = old_mean + (new_count / total.clamp(min=1))[:, None] * shift
-        self.store |= {"counts": total.float(), "prototypes": mean.float(), "scatter": scatter.float()}
-        widths = self.model.widths if isinstance(self.model, StageClassifier) else None
-        weight, bias = discriminants(mean, scatter, total.sum(), self.options.shrinkage, widths)
+        labels, n_known = self.world.train.labels[rows], len(self.store.get("counts", ()))
+        old = empty_statistics(n_classes, z)
+        if n_known:
+            old.counts[:n_known], old.means[:n_known] = self.store["counts"], self.store["prototypes"]
+            old.scatter.copy_(self.store["scatter"])
+        new = add_samples(old, z, labels)
+        self.store |= {"counts": new.counts.float(), "prototypes": new.means.float(), "scatter": new.scatter.float()}
+        weight, bias = self._discriminants(new)
+        temperature = self._held_out_temperature(old, z, labels)
+        weight, bias = weight / temperature, bias / temperature
         first = 0
         for index, block in enumerate(self.model.head):
             last = first + len(block.weight)
             self.model.head.set_block(index, weight[first:last], bias[first:last])
             first = last
+
+    def _discriminants(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        widths = self.model.widths if isinstance(self.model, StageClassifier) else None
+        counts, means, scatter = statistics
+        return discriminants(means, scatter, counts.sum(), self.options.shrinkage, widths)
+
+    def _held_out_temperature(self, old: Statistics, z: Tensor, labels: Tensor) -> float:
+        """The temperature of samples scored by the statistics without them, a fold of every class at a time."""
+        order = labels.argsort(stable=True)
+        counts = torch.bincount(labels, minlength=len(old.counts))
+        fold = torch.empty_like(labels)
+        fold[order] = (torch.arange(len(labels), device=z.device) - (counts.cumsum(0) - counts)[labels[order]]) % FOLDS
+        fold[(old.counts + counts)[labels] < 2] = FOLDS  # never held out
+        scores, targets = [], []
+        for number in range(FOLDS):
+            held_out = fold == number
+            if held_out.any():
+                weight, bias = self._discriminants(add_samples(old, z[~held_out], labels[~held_out]))
+                scores.append(z[held_out] @ weight.T + bias)
+                targets.append(labels[held_out])
+        return fit_temperature(torch.cat(scores), torch.cat(targets), 1.0) if scores else 1.0
