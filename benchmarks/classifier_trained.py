@@ -47,6 +47,7 @@ from classifier_methods import final, fold, keeps, measure_trained, method_of, r
 from incvec.atomic_files import write_bytes
 from incvec.engine.build import pick_device
 from incvec.methods import find_method
+from incvec.nets.pretrained import expected_input
 from incvec.records import environment
 
 # The plan ---------------------------------------------------------------------------------------------------
@@ -314,6 +315,7 @@ def serve(board: Board) -> None:
         guard.cancel()
         if "row" not in reply:
             process.kill()
+            process.wait()
         board.finish(job, settings, reply, time.monotonic() - began)
     process.kill()
     process.wait()
@@ -373,10 +375,19 @@ def matches(job: Job, settings: Mapping[str, Any] | None, row: Mapping[str, Any]
     return same and (not job.on_fold or row["settings"] == settings)
 
 
+def comparable(row: Mapping[str, Any], given: argparse.Namespace) -> bool:
+    """Whether a row was measured with the backbone, the memory and the side that are given now."""
+    side = given.side or expected_input(given.backbone)[0]
+    return (row["backbone"], row["memory"], row.get("side", side)) == (given.backbone, given.memory, side)
+
+
 def run(given: argparse.Namespace) -> None:
     began = time.monotonic()
     given.out.mkdir(parents=True, exist_ok=True)
-    rows = [row for file in (given.out / "rows.json", *given.have) for row in read_rows(file)]
+    rows = read_rows(given.out / "rows.json")
+    if not all(comparable(row, given) for row in rows):
+        raise SystemExit(f"{given.out} has rows with another backbone, memory or side: give another folder with --out.")
+    rows += [row for file in given.have for row in read_rows(file) if comparable(row, given)]
     rows = list({json.dumps(row, sort_keys=True): row for row in rows}.values())
     present = [name for name in (*SIZES, FOLD) if (given.data / name).is_dir()]
     left = [job for job in PLAN if job.data in present]
@@ -388,7 +399,8 @@ def run(given: argparse.Namespace) -> None:
     board = Board(given, began, rows, left, counts)
     if given.list:
         for job in left:
-            settings = dict(job.settings) or {"epochs": LARGER_SETS.get(job.approach, 5) if "0" not in job.data else 10}
+            larger = job.data in ("cifar100", "tiny-imagenet")
+            settings = dict(job.settings) or {"epochs": LARGER_SETS.get(job.approach, 5) if larger else EPOCHS}
             print(f"{board.work(job, settings):9.0f} images  {job.describe()}")
         return
     with_mps = pick_device(given.device).type == "cuda" and not given.no_mps and start_mps()

@@ -93,7 +93,7 @@ def test_run_resume_and_collect(
     diverging = (("epochs", 1), ("lr", 1e30))
     plan = [module.Job(module.FOLD, "replay", 0, each) for each in (quick, diverging)]
     monkeypatch.setattr(module, "PLAN", [*plan, module.Job("aircraft20", "replay+ivt", 0)])
-    given = ["run", str(data), "--out", str(out), "--jobs", "2", "--side", "32", "--memory", "2", "--device", "cpu"]
+    given = ["run", str(data), "--out", str(out), "--jobs", "1", "--side", "32", "--memory", "2", "--device", "cpu"]
     module.main(given)
     rows = json.loads((out / "rows.json").read_text())["rows"]
     assert [(r["name"], r["approach"]) for r in rows] == [(module.FOLD, "replay"), ("aircraft20", "replay+ivt")]
@@ -106,6 +106,8 @@ def test_run_resume_and_collect(
     capsys.readouterr()
     module.main([*given, "--list"])
     assert len(capsys.readouterr().out.splitlines()) == 1  # what failed is tried again
+    with pytest.raises(SystemExit, match="give another folder"):
+        module.main([*given, "--memory", "3"])
     collected = tmp_path / "collected.json"
     module.main(["collect", str(out / "rows.json"), "--name", "aircraft20", "--json", str(collected)])
     assert [r["approach"] for r in json.loads(collected.read_text())["rows"]] == ["replay+ivt"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,28 @@ def test_an_unexpected_error_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.
     ended = outcome(ClusterSweep("sweep", RUNS, str(tmp_path)))
     assert ended.done
     assert errors(ended) == ["RuntimeError: unexpected"] * 3
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_suspended_sweep_ends_no_worker(suspended: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the whole job was stopped, the workers had no chance to report."""
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+
+    async def work() -> None:
+        coordinator = Coordinator(ClusterSweep("sweep", RUNS, str(tmp_path)))
+        coordinator.main.cancel()
+        long_ago = time.monotonic() - 2 * module.HANG_TIMEOUT
+        coordinator.queue.join("w0", "node")
+        run = coordinator.queue.take("w0", 0)
+        assert run is not None
+        coordinator.members["w0"] = module.Member("handle", heard=long_ago, loaded={coordinator._data(run)})
+        if suspended:
+            coordinator.last_check = long_ago
+        coordinator._end_hung_workers()
+
+    asyncio.run(work())
+    assert killed == ([] if suspended else ["handle"])
 
 
 def dead_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Coordinator], None]) -> str:

@@ -31,6 +31,7 @@ SUPERVISION_INTERVAL = 1.0  # seconds between two checks of the cluster
 BUSY_DELAY = 10.0  # seconds until a run that another process works on is tried again
 ENDING_TIME = 30.0  # seconds for a worker to end by itself
 MAX_FAILED_STARTS = 6  # workers in a row that ended before they asked for a run
+SUSPENDED = 30.0  # seconds between two checks after which this process must have been suspended, and perhaps others
 HANG_TIMEOUT = 1800.0  # seconds without any report from a worker that has loaded its data
 
 
@@ -72,6 +73,7 @@ class Coordinator:
         self.version = 0
         self.latest: dict[tuple[int, str], tuple[int, ev.Event]] = {}
         self.failed_starts, self.last_start = 0, ""
+        self.last_check = time.monotonic()
         self.ready = asyncio.Event()  # finished runs are known
         self.main = asyncio.get_running_loop().create_task(self._main())
 
@@ -240,9 +242,14 @@ class Coordinator:
 
     def _end_hung_workers(self) -> None:
         """End workers that have stopped reporting. Loading data may take any time, so it is not counted."""
+        now = time.monotonic()
+        if now - self.last_check > SUSPENDED:
+            for member in self.members.values():
+                member.heard = now
+        self.last_check = now
         for name, place in self.queue.places.items():
             member = self.members[name]
-            silent = time.monotonic() - member.heard > HANG_TIMEOUT
+            silent = now - member.heard > HANG_TIMEOUT
             if silent and place.jobs and member.loaded.issuperset(map(self._data, place.jobs)) and not member.hung:
                 member.hung = f"no report for {HANG_TIMEOUT / 60:.0f} minutes"
                 ray.kill(member.handle)
