@@ -70,7 +70,6 @@ def test_unknown_names_suggest_the_nearest() -> None:
         ),
         ("packed", {"test_every": 3}, "'packed' has no option 'test_every'"),
         ("folder", {"image_sizes": 8}, "no option 'image_sizes'. Did you mean 'image_size'"),
-        ("folder", {"size": 8}, "the option 'size' is now called 'image_size'"),
         ("packed", {"placement": "disk"}, "packed.placement = 'disk' is not possible"),
         ("digits", {"held_out": 1}, "digits.held_out = 1 is not possible"),
         ("digits", {"download": True}, "'digits' is never downloaded; only 'cifar100' can be"),

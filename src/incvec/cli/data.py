@@ -24,7 +24,6 @@ from incvec.data.layouts import LAYOUTS, list_images
 from incvec.data.listing import Listing
 from incvec.data.store.open import UNREADABLE, format_bytes
 from incvec.data.store.write import pack
-from incvec.errors import ConfigError
 from incvec.study.tables import duration
 
 LINE_INTERVAL = 10.0  # seconds between two lines of progress if there is no terminal
@@ -146,15 +145,12 @@ def data_pack(
     ] = None,
     unreadable: Annotated[Unreadable, typer.Option(help="What to do if images cannot be read.")] = Unreadable.refuse,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
-    repair: Annotated[bool, typer.Option("--repair", hidden=True)] = False,
 ) -> None:
     """Decode a data set once, on all cores, into a store that runs open immediately.
 
     Interrupted at any time, the same command resumes. Images are rotated according to their EXIF orientation and
     converted to RGB; the short side is resized to --size and the center square is stored.
     """
-    if repair:
-        raise ConfigError(f"--repair was removed. Remove {store} and pack the images again, without --repair.")
     class_list = None if classes is None else find_class_list(classes)
     listing = list_images(source, None if layout is None else layout.value, class_list, ground_truth)
     total = len(listing.train) + len(listing.test)
