@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from incvec.contracts import Input
 from incvec.errors import ConfigError, DataError
 from incvec.nets.dual import Dual
-from incvec.nets.packages import require as require
+from incvec.nets.packages import require
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)

@@ -247,7 +247,7 @@ def input_of(net: str, weights: str | None, tag: str | None, pixels: int | None 
 
         return clip_input(str(weights), str(tag))
     if net == "lite0-minilm":
-        from incvec.nets.lite import INPUT
+        from incvec.nets.packages import INPUT
 
         return INPUT if pixels is None else INPUT._replace(size=pixels)
     return None
