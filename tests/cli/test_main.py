@@ -196,7 +196,7 @@ def test_internal_error_keeps_its_traceback_and_says_where_to_report_it(
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("incvec.cli.run.train", fail)
+    monkeypatch.setattr("incvec.engine.launch.launch", fail)
     result = invoke(*PODNET, "--out", tmp_path / "run")
     assert isinstance(result.exception, KeyError)
     assert "please open an issue" in "".join(traceback.format_exception(result.exception))

@@ -12,14 +12,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from incvec.addons import ADDONS, declared_addon
+from incvec.addons import ADDONS
 from incvec.cli.common import PluginFiles, load_plugins, say
 from incvec.config import read_yaml
 from incvec.data.datasets import DATASETS, find_dataset
-from incvec.declarations import declared
+from incvec.declarations import networks
 from incvec.errors import ConfigError, nearest
-from incvec.methods import METHODS, declared_method
-from incvec.presets import load_presets, presets, sweeps
+from incvec.methods import METHODS
+from incvec.presets import declared_component, load_presets, presets, sweeps
 from incvec.study.runs import yaml_value
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -116,24 +116,16 @@ def entries(kind: Kind) -> list[Entry]:
     raise ValueError(kind)
 
 
-def component(name: str) -> Any:
-    return declared_method(name) if name in METHODS else declared_addon(name)
-
-
 def component_entry(name: str) -> Entry:
-    return {"name": name, "summary": component(name).summary, "paper": component(name).paper}
-
-
-def networks() -> dict[str, str]:
-    backbones = {name: plan.summary for name, plan in declared("incvec.nets.backbones", "BACKBONES").items()}
-    return {**backbones, **declared("incvec.nets.dual", "DUALS")}
+    kind = declared_component(name)
+    return {"name": name, "summary": kind.summary, "paper": kind.paper}
 
 
 # One of them --------------------------------------------------------------------------------------------------
 
 
 def component_details(name: str) -> dict[str, Any]:
-    kind = component(name)
+    kind = declared_component(name)
     known = load_presets(name)
     details = component_entry(name) | {
         "presets": [row["name"] for row in presets() if row["component"] == name] if known.datasets else [],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,12 +315,19 @@ class Run:
             self._base = None
 
 
-def finish(run: Run) -> dict[str, Any]:
-    """Run to the end and return the record."""
+def drain(events: Iterator[ev.Event]) -> dict[str, Any]:
+    """Drive a run to its end without a display; notices that are warnings become Python warnings."""
     record: dict[str, Any] = {}
-    for event in run.events():
+    for event in events:
         if isinstance(event, ev.Tick) and event.waiting:
             time.sleep(0.001)
+        elif isinstance(event, ev.Notice) and event.warning:
+            warnings.warn(event.text, stacklevel=2)
         elif isinstance(event, ev.Finished):
             record = event.record
     return record
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Run to the end and return the record."""
+    return drain(run.events())

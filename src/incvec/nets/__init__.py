@@ -1,6 +1,6 @@
 """Backbones by name, heads that grow by appending blocks, and the model that joins the two."""
 
-from incvec.nets.backbones import BACKBONES, backbones, build_backbone, check_backbone, finer_backbone
+from incvec.nets.backbones import BACKBONES, build_backbone, check_backbone, finer_backbone
 from incvec.nets.heads import Block, CosineHead, Head, LinearHead, ProxyHead, mean_row_norm, to_float32
 from incvec.nets.model import Classifier
 from incvec.nets.resnet import Backbone, Features, Norm, Residual
@@ -17,7 +17,6 @@ __all__ = [
     "Norm",
     "ProxyHead",
     "Residual",
-    "backbones",
     "build_backbone",
     "check_backbone",
     "finer_backbone",

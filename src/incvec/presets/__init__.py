@@ -133,20 +133,17 @@ def preset_layers(component: str, dataset: str, variant: str = "paper", host: st
     return {name: values for name, values in layers.items() if values}
 
 
-def preset(component: str, dataset: str, variant: str = "paper", host: str = "") -> Values:
-    """Option values of a component on a data set; for an add-on, `host` is the method it is used with."""
-    merged: Values = {}
-    for values in preset_layers(component, dataset, variant, host).values():
-        merged |= values
-    return merged
-
-
 def layers_of(component: str, method: str, dataset: str, variant: str) -> dict[str, Values]:
     """The presets of a method, or of an add-on used with it, by name."""
     if component == method:
         return preset_layers(component, dataset, variant)
     pretrained = declared_method(method).pretrained
     return preset_layers(component, dataset, "pretrained" if pretrained else variant, method)
+
+
+def declared_component(name: str) -> Any:
+    """The declared class of a method or an add-on."""
+    return declared_method(name) if name in METHODS else declared_addon(name)
 
 
 def presets() -> list[dict[str, str]]:
@@ -291,7 +288,7 @@ def complete_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _default_options(component: str) -> dict[str, Any]:
     """The options of a method or add-on without any preset."""
-    options: Any = (declared_method if component in METHODS else declared_addon)(component).Options
+    options: Any = declared_component(component).Options
     values: dict[str, Any] = options.model_construct().model_dump(mode="json")  # not validated: some require a value
     return values
 
