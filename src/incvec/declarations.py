@@ -165,5 +165,5 @@ def declared_class(registry: Registry[str], name: str) -> Any:
 
 def networks() -> dict[str, str]:
     """The backbones and the dual encoders, each with its summary."""
-    plans = declared("incvec.nets.backbones", "BACKBONES").items()
-    return {name: plan.summary for name, plan in plans} | declared("incvec.nets.dual", "DUALS")
+    backbones = {name: plan.summary for name, plan in declared("incvec.nets.backbones", "BACKBONES").items()}
+    return {**backbones, **declared("incvec.nets.dual", "DUALS")}
