@@ -10,6 +10,7 @@ import yaml
 from PIL import Image
 
 from incvec.cli import data as data_commands
+from incvec.cli import steps
 from incvec.cli.sweep import plan, sweeps
 from incvec.config import RunConfig
 from incvec.data.store.open import open_store
@@ -113,10 +114,10 @@ def test_check_of_class_folders(tmp_path: Path) -> None:
 def test_checking_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On stderr, so that programs can read the report."""
     root = make_root(tmp_path / "images")
-    monkeypatch.setattr(data_commands, "LINE_INTERVAL", 0.0)
+    monkeypatch.setattr(steps, "LINE_INTERVAL", 0.0)
     result = invoke("data", "check", root)
     assert result.exit_code == 0, result.output
-    assert "checking: 21 of 21 images" in result.stderr
+    assert "checking: 21 of 21, 0 s left" in result.stderr
     assert "checking:" not in result.stdout
 
 
