@@ -146,23 +146,27 @@ def declared_component(name: str) -> Any:
     return declared_method(name) if name in METHODS else declared_addon(name)
 
 
-def presets() -> list[dict[str, str]]:
-    """Name, component, data set and variant of every preset; `any with podnet` is an add-on's preset for a host."""
-    rows: list[dict[str, str]] = []
+def presets() -> list[dict[str, Any]]:
+    """Name, component, data set, variant and values of every preset, without those that it is applied on top of.
 
-    def add(component: str, name: str, dataset: str, variant: str = "paper") -> None:
-        rows.append({"name": component + name, "component": component, "dataset": dataset, "variant": variant})
+    The data set `any with podnet` is that of an add-on's preset for a host.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, dataset: str, values: Values, variant: str = "paper") -> None:
+        entry = {"name": component + name, "component": component, "dataset": dataset, "variant": variant}
+        rows.append(entry | {"values": values})
 
     for component in [*METHODS, *ADDONS]:
         known = load_presets(component)
         for dataset, entry in known.datasets.items():
-            add(component, f"-{dataset}", dataset)
-            for variant in entry.variants:
-                add(component, f"-{dataset}-{variant}", dataset, variant)
-            for host in entry.hosts:
-                add(component, f"-{dataset}+{host}", f"{dataset} with {host}")
-        for host in known.hosts:
-            add(component, f"+{host}", f"any with {host}")
+            add(f"-{dataset}", dataset, entry.options)
+            for variant, values in entry.variants.items():
+                add(f"-{dataset}-{variant}", dataset, values, variant)
+            for host, values in entry.hosts.items():
+                add(f"-{dataset}+{host}", f"{dataset} with {host}", values)
+        for host, values in known.hosts.items():
+            add(f"+{host}", f"any with {host}", values)
     return rows
 
 
