@@ -86,7 +86,7 @@ def test_resuming_reports_the_verification(tmp_path: Path) -> None:
     bad.unlink()
     again = invoke(*command)
     assert again.exit_code == 0, again.output
-    assert "packing was interrupted before: verifying what is there" in again.stdout
+    assert "packing was interrupted before: verifying the packed images" in again.stdout
     assert "resuming: 6 of 21 images are packed" in again.stdout
 
 

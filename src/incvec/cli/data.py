@@ -151,7 +151,7 @@ def data_pack(
         if done:
             say(f"resuming: {done} of {total} images are packed")
 
-    interrupted = "packing was interrupted before: verifying what is there"
+    interrupted = "packing was interrupted before: verifying the packed images"
     verifying = ImageProgress("verifying", on_start=lambda *_: say(interrupted))
     packing = ImageProgress("packing", on_start=announce_resuming)
     with closing(verifying), closing(packing), sigterm_as_interrupt():

@@ -17,10 +17,9 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 import incvec
+from incvec.__main__ import EXIT_INTERRUPTED
 from incvec.cli.common import is_torchrun, say, say_error
 from incvec.errors import REPORT_AT, user_message
-
-EXIT_INTERRUPTED = 130  # the shell convention for a program ended by Ctrl-C
 
 
 class Command(NamedTuple):

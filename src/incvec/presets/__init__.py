@@ -9,7 +9,7 @@ There is one YAML file per method and add-on:
         variants:              # selected with --variant; applied on top
           authors: {epochs: 101}
         hosts:                 # add-ons only: applied with this method on this data set (not with a variant)
-          pass: {batchnorm: map}
+          pass: {batchnorm: layer}
     hosts:                     # add-ons only: applied with this method on any data set
       podnet: {last: teleport}
 
