@@ -13,8 +13,8 @@ A pixel's three neighbors in an image row lie one after the other, so `GROUP = 3
 one run of 3C numbers (padded to 4C, which is a power of two) and takes three products instead of nine. `GROUP = 9`
 gathers all taps of an image, which has few channels, as one run.
 
-`END` selects what follows a product (normalization, masking, an addition). It is applied to the tile in registers, which
-saves a pass over the map.
+`END` selects what follows a product (normalization, masking, an addition). It is applied to the tile in registers,
+which saves a pass over the map.
 
 Only `incvec.nets.kernels.launch` imports this module, when a kernel is first launched: it needs triton.
 """
