@@ -13,7 +13,7 @@ from hypothesis import settings
 from incvec.atomic_files import read_tensors
 from incvec.data import Dataset, load_dataset
 from incvec.engine.run import Run
-from incvec.presets import resolve
+from incvec.presets import preset_layers, resolve
 
 torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True)  # --hypothesis-profile=default draws at random
@@ -97,3 +97,9 @@ def same_record(a: dict[str, Any], b: dict[str, Any]) -> None:
     for key in ("metrics", "accuracy", "correct", "config", "statistics", "test_counts", "class_order"):
         assert a[key] == b[key], key
     assert [row["terms"] for row in a["losses"]] == [row["terms"] for row in b["losses"]]
+
+
+def preset(component: str, dataset: str, variant: str = "paper", host: str = "") -> dict[str, Any]:
+    """The option values that the presets give a component; `host` is the method that an add-on is used with."""
+    layers = preset_layers(component, dataset, variant, host)
+    return {key: value for values in layers.values() for key, value in values.items()}

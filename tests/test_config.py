@@ -44,11 +44,6 @@ def test_differences_within_a_section_are_listed() -> None:
     assert differences(given, saved) == ["held_out: 4 -> 'absent'", "podnet.epochs: 1 -> 2"]
 
 
-def test_renamed_setting_is_refused_with_its_new_name() -> None:
-    with pytest.raises(ConfigError, match=r"the setting podnet\.normalisation is now called podnet\.normalization\."):
-        validate(TrainOptions, {"normalisation": "default"}, where="podnet")
-
-
 def test_renamed_settings_are_translated_in_saved_configurations() -> None:
     saved = {"method": "podnet", "podnet": {"optimiser": "sgd", "lr": 0.1}, "eopc": {"centre": 0.75}}
     assert upgrade_settings(saved) == {

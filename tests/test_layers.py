@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("classifier",),
     ("study",),
-    ("cli", "__main__", "lab"),
+    ("cli", "__main__"),
     ("api",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -21,9 +21,9 @@ from incvec.engine.run import finish
 from incvec.errors import ConfigError
 from incvec.methods import METHODS, find_method
 from incvec.methods.finetune import Finetune
-from incvec.presets import preset, resolve
+from incvec.presets import resolve
 from incvec.registry import DATASETS, PRESETS, Registry, load_plugin, register_addon, register_dataset, register_method
-from tests.conftest import make_run, quick
+from tests.conftest import make_run, preset, quick
 
 CLASSES = """
 from pydantic import Field

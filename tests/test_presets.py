@@ -12,8 +12,9 @@ from incvec.config import digest, validate
 from incvec.data import DATASETS
 from incvec.errors import ConfigError
 from incvec.methods import METHODS, find_method
-from incvec.presets import load_presets, preset, presets, resolve
+from incvec.presets import load_presets, presets, resolve
 from incvec.registry import PRESETS
+from tests.conftest import preset
 
 # A digest per component of its presets for all data sets, variants and hosts. After an intended change, copy the new
 # digest from the failed assertion.

@@ -18,11 +18,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from incvec.config import RunConfig
 from incvec.errors import TrainingError, check_out
-from incvec.presets import check_names, resolve, run_name
+from incvec.presets import run_name
 from incvec.presets.given import Given
-from incvec.presets.streams import complete_stream
+from incvec.presets.streams import resolve_seeds
 from incvec.records import Records, read_record
 from incvec.study.runs import settings_text
 
@@ -69,33 +68,25 @@ def run(
     given.update(fields, "argument")
     given.update(settings or {}, "settings")
     root = None if data_root is None else Path(data_root).expanduser()
-    config = resolve_run(given.tree(), root)
+    (config,), _ = resolve_seeds(given.tree(), None, root)
     folder = Path(out).expanduser() if out is not None else RUNS / run_name(config)
     check_out(folder, "a run", "out=")
     shared = folder.parent / "bases" if isinstance(share, bool) else Path(share).expanduser()
     bases = None if share is False else shared
 
-    from incvec.cli.logs import Log, log_events, make_writer, package
+    from incvec.cli.logs import Log, logged
     from incvec.cli.progress import follow
-    from incvec.engine.launch import drain, launch, read_finished
+    from incvec.engine.launch import launch, read_finished
+    from incvec.engine.run import drain
 
     finished = read_finished(config, folder, root)
     if finished is not None:
         return finished
     logs = [Log(name) for name in ([log] if isinstance(log, str) else log)]
-    for each in logs:
-        package(each)
-    writers = [make_writer(each, folder, config.resolved()) for each in logs]
-    consume = follow if progress else drain
-    record, _ = launch(config, folder, bases, root, download, lambda events: consume(log_events(events, writers)))
+    record, _ = launch(
+        config, folder, bases, root, download, logged(follow if progress else drain, logs, folder, config)
+    )
     return record
-
-
-def resolve_run(tree: Mapping[str, Any], data_root: Path | None) -> RunConfig:
-    """The complete configuration, its stream cut to fit the data root if the data set has none of its own."""
-    check_names(resolve(tree))
-    tree, _ = complete_stream(tree, data_root)
-    return resolve(tree)
 
 
 def sweep(

@@ -29,7 +29,7 @@ MAX_YAML = 1 << 18  # bytes of a configuration or sweep file
 MAX_VALUES = 100_000  # of a YAML file, with its aliases written out
 MAX_DEPTH = 50
 
-# Old name -> new name. Old names are refused in new configurations and translated in saved ones.
+# Old name -> new name, in configurations saved in format 1.
 RENAMED_SETTINGS = {
     "optimiser": "optimizer",
     "optimiser_state": "optimizer_state",
@@ -164,8 +164,6 @@ def validate(kind: type, values: Mapping[str, Any], where: str = "") -> Any:
     prefix = f"{where}." if where else ""
     for key in values:
         if key not in known:
-            if RENAMED_SETTINGS.get(key) in known:
-                raise ConfigError(f"the setting {prefix}{key} is now called {prefix}{RENAMED_SETTINGS[key]}.")
             raise ConfigError(
                 f"unknown setting {prefix}{str(key)[:80]}.{nearest(key, known)} Known settings"
                 f"{' of ' + where if where else ''}: {', '.join(sorted(known))}."

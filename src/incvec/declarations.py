@@ -161,3 +161,9 @@ def declared_class(registry: Registry[str], name: str) -> Any:
     if name in registry.builtins and module not in sys.modules and "torch" not in sys.modules:
         return declared(module, attribute)
     return find_class(registry, name)
+
+
+def networks() -> dict[str, str]:
+    """The backbones and the dual encoders, each with its summary."""
+    backbones = {name: plan.summary for name, plan in declared("incvec.nets.backbones", "BACKBONES").items()}
+    return {**backbones, **declared("incvec.nets.dual", "DUALS")}

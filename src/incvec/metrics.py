@@ -111,7 +111,7 @@ def gap_closed(la: float, la_plain: float, la_oracle: float) -> float | None:
     return (la - la_plain) / gap if gap > 0 else None
 
 
-def inclearn_forgetting(correct_by_class: Counts, class_counts: Sequence[int], group: int = 10) -> float | None:
+def inclearn_forgetting(correct_by_class: Counts, class_counts: Sequence[int]) -> float | None:
     """Forgetting as the code of PODNet's authors computes it, in percent; None for a single task.
 
     It divides the classes into groups of ten, independent of the tasks. For each group seen it takes the best earlier
@@ -122,6 +122,7 @@ def inclearn_forgetting(correct_by_class: Counts, class_counts: Sequence[int], g
     check_counts(correct_by_class, class_counts)
     if len(correct_by_class) == 1:
         return None
+    group = 10
     by_group = [
         [
             100 * sum(row[start : start + group]) / sum(class_counts[start : min(start + group, len(row))])

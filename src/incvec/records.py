@@ -299,6 +299,18 @@ def _meant_as_record(file: Path) -> bool:
     return isinstance(content, dict) and sum(key in content for key in REQUIRED) > len(REQUIRED) // 2
 
 
+def format_json(value: Any, indent: int = 0) -> str:
+    """JSON for people and for version control: one line per list of numbers and per mapping of single values."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    if not any(isinstance(item, dict | list | tuple) for item in items):
+        return json.dumps(value, separators=None if isinstance(value, dict) else (",", ":"))
+    start, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key)}: {format_json(item, indent + 1)}" for key, item in value.items()]
+        return "{" + ",".join(inner + row for row in rows) + start + "}"
+    return "[" + ",".join(inner + format_json(item, indent + 1) for item in items) + start + "]"
+
+
 def title(record: Mapping[str, Any]) -> str:
     """`podnet + ivt`, `podnet oracle`."""
     text = " + ".join([record["method"], *record["addons"]])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ def test_help_names_every_command_and_the_demo() -> None:
     text = invoke("--help").stdout
     for name in ("demo", "run", "sweep", "show", "study", "report", "list", "data"):
         assert re.search(rf"│ {name}\b", text), name
-    assert not re.search(r"│ lab\b", text)
     assert "incvec demo" in text
 
 
@@ -52,29 +51,18 @@ def test_help_texts_are_wrapped_by_the_terminal() -> None:
         assert columns - 20 < len(lines[first].rstrip()) <= columns
 
 
-def test_former_module_name_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ImportError, match=r"incvec\.lab is now incvec\.study\.geometry"):
-        import_module("incvec.lab")
-
-
-def test_lab_is_an_alias_of_study() -> None:
-    group: Any = get_command(app)
-    assert list(group.load("lab").commands) == list(group.load("study").commands)
-
-
 def test_summaries_of_commands_are_those_of_their_help() -> None:
     """Commands are imported when they are used, so `incvec --help` has their summaries from a table."""
     group: Any = get_command(app)
     for name, command in COMMANDS.items():
-        if not command.hidden:
-            assert group.load(name).help.split("\n\n")[0] == command.summary, name
+        assert group.load(name).help.split("\n\n")[0] == command.summary, name
     assert group.load("runs") is None
 
 
 @pytest.mark.parametrize(
     ("words", "expected", "absent"),
     [
-        ("incvec s", {"sweep", "show", "study"}, "lab"),
+        ("incvec s", {"sweep", "show", "study"}, "run"),
         ("incvec run --method po", {"podnet"}, "icarl"),
         ("incvec run --method podnet --addon ", {"ivt", "eopc"}, "podnet"),
         ("incvec run --dataset fo", {"folder"}, "digits"),
@@ -208,7 +196,7 @@ def test_internal_error_keeps_its_traceback_and_says_where_to_report_it(
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("incvec.cli.run.train", fail)
+    monkeypatch.setattr("incvec.engine.launch.launch", fail)
     result = invoke(*PODNET, "--out", tmp_path / "run")
     assert isinstance(result.exception, KeyError)
     assert "please open an issue" in "".join(traceback.format_exception(result.exception))

@@ -162,15 +162,6 @@ def test_draw_refuses_other_files(tmp_path: Path) -> None:
     assert "is from `incvec study`" in refused("draw", tmp_path)
 
 
-def test_lab_is_an_alias_that_names_the_new_command(tmp_path: Path) -> None:
-    figures = Path(__file__).parents[1] / "study" / "figures_format_1"
-    result = CliRunner().invoke(app, ["lab", "draw", str(figures / "gap.json"), "-o", str(tmp_path)])
-    assert result.exit_code == 0
-    assert result.stderr == "`incvec lab draw` is now `incvec study draw`\n"
-    assert "gap.png" in result.stdout
-    assert " lab " not in CliRunner().invoke(app, ["--help"]).output
-
-
 def refused(*words: Any) -> str:
     result = CliRunner().invoke(app, ["study", *map(str, words)], env={"COLUMNS": "1000"})
     assert result.exit_code == 1

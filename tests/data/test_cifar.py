@@ -196,5 +196,5 @@ def test_the_real_files() -> None:
     assert data.test_labels.tolist() == theirs.targets
     assert list(data.class_names) == theirs.classes
     mean = data.train_images.double().mean((0, 2, 3)) / 255
-    assert torch.allclose(mean, torch.tensor(data.normalization()[0]).double(), atol=5e-4)
+    assert torch.allclose(mean, torch.tensor(data.normalizations["default"][0]).double(), atol=5e-4)
     assert any("50000 training and 10000 test" in line for line in check(REAL))

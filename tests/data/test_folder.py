@@ -61,7 +61,7 @@ def test_train_and_test_folders(split_root: Path) -> None:
     assert data.train_images[0, :, 4, 4].tolist() == [255, 0, 0]
     assert data.test_images[1, :, 4, 4].tolist() == [0, 0, 255]
     assert (data.pad, data.flip) == (1, True)
-    assert data.normalization() == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert data.normalizations["default"] == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def test_the_record_describes_the_data(split_root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -17,7 +17,7 @@ from incvec.errors import ConfigError, DataError
 from tests.data.pictures import make_root, photo, save
 
 NAMES = ("n00000000", "n00000001", "n00000002")
-LAST_TWO = ClassList("two", "", NAMES[1:])
+LAST_TWO = ClassList("two", NAMES[1:])
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_class_lists_select_class_folders(tmp_path: Path) -> None:
     for name in ("ant", "bee", "cat"):
         for i in range(5):
             save(photo(i, 8, 8), tmp_path / name / f"{i}.png")
-    mine = ClassList("mine", "", ("bee", "cat"))
+    mine = ClassList("mine", ("bee", "cat"))
     listing = list_images(tmp_path, class_list=mine)
     assert (listing.layout, listing.class_list, listing.classes) == ("folder", "mine", ("bee", "cat"))
     assert [(file.parent.name, file.stem, label) for file, label in listing.test] == [("bee", "4", 0), ("cat", "4", 1)]
@@ -229,7 +229,7 @@ def test_class_lists_select_class_folders(tmp_path: Path) -> None:
     assert list_images(tmp_path, class_list=mine) == listing
     present = r"which has 5 folder\(s\), such as 'ant': choose other images, or another list of classes"
     with pytest.raises(DataError, match=r"1 of the 2 classes of mine are not in .* \(fox\), " + present):
-        list_images(tmp_path, class_list=ClassList("mine", "", ("bee", "fox")))
+        list_images(tmp_path, class_list=ClassList("mine", ("bee", "fox")))
 
 
 def test_class_lists_select_from_train_and_test(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_class_lists_select_from_train_and_test(tmp_path: Path) -> None:
         for name in names:
             save(photo(0, 8, 8), tmp_path / part / name / "0.png")
     (tmp_path / "train" / "empty").mkdir()
-    listing = list_images(tmp_path, class_list=ClassList("mine", "", ("ant", "bee")))
+    listing = list_images(tmp_path, class_list=ClassList("mine", ("ant", "bee")))
     assert (listing.classes, len(listing.train), len(listing.test)) == (("ant", "bee"), 2, 2)
 
 
@@ -287,7 +287,7 @@ def test_a_class_list_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("# birds\nn00000002 ostrich\n\nn00000001,cock\n")
     mine = find_class_list(file)
-    assert mine == ClassList("mine.txt@f1069948", str(file), ("n00000001", "n00000002"))
+    assert mine == ClassList("mine.txt@f1069948", ("n00000001", "n00000002"))
     file.write_text("n00000001\nn00000002\n")
     assert find_class_list(file) == mine
     file.write_text("n00000001\nn00000003\n")

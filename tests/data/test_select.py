@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -11,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from incvec.data import select
-from incvec.data.select import class_means, herd, herd_greedy, kmeans
+from incvec.data.select import class_means, herd, kmeans
 from incvec.errors import DataError, TrainingError
-
-Choose = Callable[[torch.Tensor, torch.Tensor, object, int], torch.Tensor]
-Plain = Callable[..., list[int]]
 
 
 def herd_one_class(features: np.ndarray, m: int, limit: int = 1000) -> list[int]:
@@ -39,15 +34,6 @@ def herd_one_class(features: np.ndarray, m: int, limit: int = 1000) -> list[int]
     return chosen
 
 
-def greedy_one_class(features: np.ndarray, m: int) -> list[int]:
-    d = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
-    mu, chosen = d.mean(0), []
-    for k in range(1, m + 1):
-        costs = {i: np.linalg.norm(mu - (d[chosen].sum(0) + d[i]) / k) for i in range(len(d)) if i not in chosen}
-        chosen.append(min(costs, key=costs.__getitem__))
-    return chosen
-
-
 def uneven_classes(seed: int, d: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     """Three classes of 7, 12 and 30 rows, shuffled together, each about a center of its own."""
     generator = torch.Generator().manual_seed(seed)
@@ -56,37 +42,33 @@ def uneven_classes(seed: int, d: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     return centers[labels] + 0.7 * torch.randn(49, d, generator=generator), labels
 
 
-def assert_equals_plain_loop(
-    fast: Choose, plain: Plain, m: int, d: int = 5, zeros: bool = False, limit: int | None = None
-) -> None:
-    options = {} if limit is None else {"limit": limit}
+def assert_equals_plain_loop(m: int, d: int = 5, zeros: bool = False, limit: int = 1000) -> None:
     for seed in range(20):
         features, labels = uneven_classes(seed, d)
         if zeros:
             features[::9] = 0
         classes = [2, 0, 1]
-        chosen = fast(features, labels, classes, m)
+        chosen = herd(features, labels, classes, m)
         assert chosen.shape == (3, m)
         for row, c in zip(chosen.tolist(), classes, strict=True):
             positions = torch.nonzero(labels == c).flatten().numpy()
-            assert row == positions[plain(features[positions].double().numpy(), m, **options)].tolist()
+            assert row == positions[herd_one_class(features[positions].double().numpy(), m, limit)].tolist()
 
 
-@pytest.mark.parametrize(("fast", "plain"), [(herd, herd_one_class), (herd_greedy, greedy_one_class)])
-def test_herding_equals_the_plain_loop(monkeypatch: pytest.MonkeyPatch, fast: Choose, plain: Plain) -> None:
+def test_herding_equals_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """In two dimensions the best row repeats and has to be skipped; zero features stay zero after normalization."""
     for chunk in (1, 2, 64):
         monkeypatch.setattr(select, "CHUNK", chunk)
-        assert_equals_plain_loop(fast, plain, 6)
-    assert_equals_plain_loop(fast, plain, 7, d=2)
-    assert_equals_plain_loop(fast, plain, 6, zeros=True)
+        assert_equals_plain_loop(6)
+    assert_equals_plain_loop(7, d=2)
+    assert_equals_plain_loop(6, zeros=True)
 
 
 @pytest.mark.parametrize("limit", [1, 3, 8])
 def test_the_limit_of_iterations_is_obeyed(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """After the limit, rows are the best not yet chosen, even with negative scores."""
     monkeypatch.setattr(select, "HERDING_LIMIT", limit)
-    assert_equals_plain_loop(herd, herd_one_class, 7, d=2, limit=limit)
+    assert_equals_plain_loop(7, d=2, limit=limit)
 
 
 def test_rows_that_are_never_the_argmax_are_added_in_order() -> None:
@@ -101,27 +83,24 @@ def test_rows_that_are_never_the_argmax_are_added_in_order() -> None:
 @given(st.integers(0, 10_000), st.integers(1, 7))
 def test_herded_rows_are_distinct_and_belong_to_their_class(seed: int, m: int) -> None:
     features, labels = uneven_classes(seed)
-    for choose in (herd, herd_greedy):
-        chosen = choose(features, labels, range(3), m)
-        assert torch.equal(labels[chosen], torch.arange(3)[:, None].expand(3, m))
-        assert all(len(set(row)) == m for row in chosen.tolist())
+    chosen = herd(features, labels, range(3), m)
+    assert torch.equal(labels[chosen], torch.arange(3)[:, None].expand(3, m))
+    assert all(len(set(row)) == m for row in chosen.tolist())
 
 
 def test_a_longer_selection_begins_with_the_shorter_one() -> None:
     features, labels = uneven_classes(4)
-    for choose in (herd, herd_greedy):
-        assert torch.equal(choose(features, labels, [1, 2], 9)[:, :4], choose(features, labels, [1, 2], 4))
+    assert torch.equal(herd(features, labels, [1, 2], 9)[:, :4], herd(features, labels, [1, 2], 4))
 
 
-@pytest.mark.parametrize("choose", [herd, herd_greedy])
-def test_fewer_images_than_exemplars_are_refused(choose: Choose) -> None:
+def test_fewer_images_than_exemplars_are_refused() -> None:
     features, labels = uneven_classes(0)
     with pytest.raises(DataError, match=r"class 0 has 7 image\(s\), 8 are needed"):
-        choose(features, labels, [2, 0], 8)
+        herd(features, labels, [2, 0], 8)
     with pytest.raises(DataError, match=r"class 5 has 0 image\(s\)"):
-        choose(features, labels, [5], 1)
-    assert choose(features, labels, [0], 7).sort(1).values.tolist() == [torch.nonzero(labels == 0).flatten().tolist()]
-    assert choose(features, labels, [0, 1], 0).shape == (2, 0)
+        herd(features, labels, [5], 1)
+    assert herd(features, labels, [0], 7).sort(1).values.tolist() == [torch.nonzero(labels == 0).flatten().tolist()]
+    assert herd(features, labels, [0, 1], 0).shape == (2, 0)
 
 
 def test_non_finite_features_are_refused() -> None:

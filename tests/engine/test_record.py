@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from incvec.data import Dataset
-from incvec.engine.record import format_record, thin_losses
+from incvec.engine.record import thin_losses
 from incvec.engine.run import finish
+from incvec.records import format_json
 from tests.conftest import make_run, quick
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -19,7 +20,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.di
 
 @given(values)
 def test_layout_loses_nothing(value: object) -> None:
-    assert json.loads(format_record(value)) == value
+    assert json.loads(format_json(value)) == value
 
 
 def test_lists_of_numbers_are_on_one_line(few: Dataset, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,14 @@ def interrupt_after(run: Run, count: int) -> bool:
         if number == count:
             return False
     return True
+
+
+def finish_in_parts(make: Callable[[], Run]) -> dict[str, Any]:
+    """The record of a run that is started again after every interruption."""
+    for _ in range(40):
+        with suppress(Interrupted):
+            return finish(make())
+    pytest.fail("the run did not finish")
 
 
 @pytest.mark.parametrize("method", sorted(METHODS))
@@ -83,14 +93,7 @@ def test_run_interrupted_inside_hooks_resumes_to_the_same_bits(
     out = tmp_path / "broken"
     with monkeypatch.context() as patch:
         patch.setattr(PODNet, hook, breaking)
-        for _ in range(40):
-            try:
-                again = finish(make_run(few, out, given))
-                break
-            except Interrupted:
-                continue
-        else:
-            pytest.fail("the run did not finish")
+        again = finish_in_parts(lambda: make_run(few, out, given))
     same_record(again, record)
     same_weights(whole.snapshot_path(2), out / "snapshots" / "task-02.safetensors")
 
@@ -238,14 +241,7 @@ def test_interrupted_write_leaves_the_previous_checkpoint(
     out = tmp_path / "broken"
     with monkeypatch.context() as patch:
         patch.setattr("incvec.atomic_files.os.replace", interrupted)
-        for _ in range(40):
-            try:
-                again = finish(always_saving_run(few, out, given))
-                break
-            except Interrupted:
-                continue
-        else:
-            pytest.fail("the run did not finish")
+        again = finish_in_parts(lambda: always_saving_run(few, out, given))
     same_record(again, record)
 
 

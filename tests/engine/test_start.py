@@ -92,7 +92,7 @@ def test_snapshot_is_refused_as_a_checkpoint(few: Dataset, tmp_path: Path) -> No
     finish(run)
     run.record_path.unlink()
     run.checkpoint_path.write_bytes(run.snapshot_path(1).read_bytes())
-    with pytest.raises(CheckpointError, match="is not a checkpoint but a snapshot; move it away"):
+    with pytest.raises(CheckpointError, match=r"is a snapshot, not a checkpoint\. Move it away"):
         finish(make_run(few, tmp_path / "run", quick("finetune")))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from incvec.engine.sweep import expand, read_sweep
+from incvec.engine.sweep import expand, read_runs
 from incvec.errors import ConfigError
 
 
@@ -30,4 +30,4 @@ def test_block_without_runs_is_refused(tmp_path: Path) -> None:
     for text, name in (("seed: []", "seed"), ("podnet: {lr: []}", "podnet.lr"), ("class_order: []", "class_order")):
         file.write_text(f"runs: [{{method: finetune}}, {{method: podnet, {text}}}]")
         with pytest.raises(ConfigError, match=rf"mine.yaml, block 2 of `runs`.*{name} is an empty list"):
-            read_sweep(file)
+            read_runs(file)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from incvec.contracts import Batch
 from incvec.data import Dataset
-from incvec.engine.run import finish
+from incvec.engine import events as ev
 from incvec.methods.ewc import EWC, accumulated, quadratic, to_vector
 from tests.conftest import make_run, quick, weights
 from tests.methods.tools import finished, seeded, trained
@@ -66,68 +66,54 @@ def test_increment_penalty(few: Dataset, tmp_path: Path) -> None:
     assert terms["ewc"].item() == pytest.approx(total, rel=1e-4)
 
 
-def gradient(method: EWC, loss: Tensor) -> Tensor:
-    parameters = list(method.model.parameters())
-    found = torch.autograd.grad(loss, parameters, retain_graph=True)
-    return torch.cat([g.flatten() for g in found])
-
-
-@pytest.mark.parametrize("kind", ["batch", "sample", "exact"])
-def test_measured_fisher(kind: str, few: Dataset, tmp_path: Path) -> None:
-    method = trained(EWC, few, tmp_path, fisher=kind, clip=None)
-    method.requires_grad_(True)
-    measure = method.stages(method.task)[1]
-    method.store["fisher"] = method.store["fisher"][:0]
-    method.begin_stage(method.task, measure)
-    batches = [new_rows(method, 4), new_rows(method, 5)]
-    with torch.no_grad():
-        for batch in batches:
-            method.measure(batch)
-    method.end_stage(method.task, measure)
-    method.eval()
-    terms = []
+def measure(method: EWC, batches: list[Batch], autocast: bool = False) -> Tensor:
+    """The measuring pass over these batches, with the engine's backward pass restated; the squared gradients."""
+    method.begin_stage(method.task, method.stages(method.task)[1])
+    parameters = {f"model.{name}": p for name, p in method.model.named_parameters()}
     for batch in batches:
-        logits = method.model(batch.images).logits
-        losses = F.cross_entropy(logits, batch.labels, reduction="none")
-        if kind == "batch":
-            terms.append(gradient(method, losses.mean()) ** 2)
-        elif kind == "sample":
-            terms += [gradient(method, loss) ** 2 for loss in losses]
-        else:
-            for row in logits.log_softmax(1):
-                terms.append(sum(row[c].exp().item() * gradient(method, row[c]) ** 2 for c in range(6)))
-    torch.testing.assert_close(method.store["fisher"], torch.stack(terms).mean(0), rtol=1e-3, atol=1e-9)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = method.measured_loss(batch)["ce"]
+        found = torch.autograd.grad(loss, list(parameters.values()))
+        for parameter, gradient in zip(parameters.values(), found, strict=True):
+            parameter.grad = gradient
+        method.gradients(parameters)
+    return method.store["squares"]
+
+
+def test_measured_fisher(few: Dataset, tmp_path: Path) -> None:
+    method = trained(EWC, few, tmp_path, clip=None)
+    method.requires_grad_(True).eval()
+    method.store["fisher"] = method.store["fisher"][:0]
+    batches = [new_rows(method, 4), new_rows(method, 5)]
+    measure(method, batches)
+    method.end_stage(method.task, method.stages(method.task)[1])
+    expected = []
+    for batch in batches:
+        losses = F.cross_entropy(method.model(batch.images).logits, batch.labels, reduction="none")
+        parameters = list(method.model.parameters())
+        each = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+        expected.append(torch.stack([torch.cat([g.flatten() for g in own]) for own in each]).mean(0).square())
+    torch.testing.assert_close(method.store["fisher"], torch.stack(expected).mean(0), rtol=1e-3, atol=1e-9)
 
 
 def test_measuring_changes_no_weights_or_statistics(few: Dataset, tmp_path: Path) -> None:
-    method = trained(EWC, few, tmp_path, fisher="sampled")
-    before = {name: tensor.clone() for name, tensor in method.model.state_dict().items()}
-    method.train()
-    method.begin_stage(method.task, method.stages(method.task)[1])
-    with torch.no_grad():
-        method.measure(new_rows(method, 8))
-    assert method.store["squares"].sum() > 0
-    for name, tensor in method.model.state_dict().items():
+    run = make_run(few, tmp_path, quick("ewc", stop_after=1))
+    before: dict[str, Tensor] = {}
+    for event in run.events():
+        if isinstance(event, ev.StageStarted) and event.stage == "fisher":
+            before = {name: tensor.clone() for name, tensor in run.parts.method.model.state_dict().items()}
+    assert run.parts.method.store["fisher"].sum() > 0
+    assert before
+    for name, tensor in run.parts.method.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
 
-@pytest.mark.parametrize("kind", ["batch", "sampled"])
-def test_fisher_is_measured_in_full_precision(kind: str, few: Dataset, tmp_path: Path) -> None:
-    run = make_run(few, tmp_path, quick("ewc", precision="bf16", ewc={"fisher": kind, "clip": None}))
-    finish(run)
-    (*_, last) = run.progress.losses
-    assert last["stage"] == "fisher"
-    method = run.parts.method
-    assert isinstance(method, EWC)
-    batch = new_rows(method, 8)
-    results = []
-    for precision in (torch.float32, torch.bfloat16):
-        method.begin_stage(method.task, method.stages(method.task)[1])
-        method.world.generator.manual_seed(3)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-            method.measure(batch)
-        results.append(method.store["squares"].clone())
-    assert torch.equal(*results)
+def test_fisher_is_measured_in_full_precision(few: Dataset, tmp_path: Path) -> None:
+    method = trained(EWC, few, tmp_path, clip=None)
+    method.requires_grad_(True).eval()
+    batches = [new_rows(method, 8)]
+    full = measure(method, batches).clone()
+    assert torch.equal(measure(method, batches, autocast=True), full)
 
 
 def test_store_over_the_tasks(few: Dataset, tmp_path: Path) -> None:

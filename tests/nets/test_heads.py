@@ -16,7 +16,6 @@ HEADS: dict[str, Callable[[], Head]] = {
     "linear": lambda: LinearHead(5),
     "linear, default": lambda: LinearHead(5, init="default"),
     "linear, four outputs": lambda: LinearHead(5, outputs_per_class=4),
-    "linear, no bias": lambda: LinearHead(5, bias=False),
     "cosine": lambda: CosineHead(5),
     "proxy": lambda: ProxyHead(5, proxies=3),
 }
@@ -122,8 +121,8 @@ def test_linear_scores_by_hand() -> None:
 
 def test_linear_initial_values() -> None:
     d, n = 48, 400
-    kaiming, default, bare = LinearHead(d), LinearHead(d, init="default"), LinearHead(d, bias=False)
-    for head in (kaiming, default, bare):
+    kaiming, default = LinearHead(d), LinearHead(d, init="default")
+    for head in (kaiming, default):
         head.grow(n, seeded())
     assert kaiming[0].weight.abs().max().item() == pytest.approx(math.sqrt(3 / d), rel=1e-2)
     assert kaiming[0].weight.std().item() == pytest.approx(1 / math.sqrt(d), rel=2e-2)
@@ -132,7 +131,6 @@ def test_linear_initial_values() -> None:
     assert default[0].weight.abs().max().item() == pytest.approx(1 / math.sqrt(d), rel=1e-2)
     assert default[0].bias is not None
     assert default[0].bias.abs().max().item() == pytest.approx(1 / math.sqrt(d), rel=5e-2)
-    assert bare[0].bias is None
     with pytest.raises(ValueError, match="'xavier'"):
         LinearHead(d, init="xavier")  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from incvec.study.figures import find_figures, read_figure, redraw, write_figure
 from incvec.study.figures.canvas import add_note, new_figure, save, style_axes
 from incvec.study.figures.curvature import draw_curvature, network_order
-from incvec.study.figures.files import DRAW, format_json
+from incvec.study.figures.files import DRAW
 from incvec.study.figures.gap import describe_seeds, draw_gap
 from incvec.study.figures.path import curve_styles, draw_path, draw_tradeoff, task_range
 from incvec.study.figures.tables import tradeoff_table
@@ -40,14 +40,6 @@ def test_figure_is_drawn_again_from_its_json_byte_for_byte(tmp_path: Path) -> No
     assert find_figures([tmp_path]) == [numbers]
     for first, again in zip((png, pdf), redraw(numbers, tmp_path / "two" / "gap"), strict=True):
         assert first.read_bytes() == again.read_bytes()
-
-
-def test_json_has_one_line_per_list_of_numbers() -> None:
-    data = {"a": [1, 2.5, None], "b": {}, "c": [[1, 2], [3]], "d": [{"e": "λ"}], "f": "x", "g": []}
-    text = format_json(data)
-    assert json.loads(text) == data
-    assert '"a": [1, 2.5, null]' in text
-    assert "  [1, 2],\n" in text
 
 
 def path_data() -> dict[str, Any]:

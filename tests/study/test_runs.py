@@ -96,7 +96,7 @@ def test_markdown_of_a_single_run() -> None:
 def test_runs_table_fits_80_columns() -> None:
     text = io.StringIO()
     rows = run_rows([record(57.0, "ivt"), record(54.0), record(70.0, oracle=True, seconds=12345.6)])
-    Console(file=text, width=80).print(runs_table(rows, "heading").rich())
+    Console(file=text, width=80).print(runs_table(rows).rich())
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("podnet + ivt" in line and "19 %" in line for line in lines)

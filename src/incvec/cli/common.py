@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from incvec.declarations import declared
+
+
+def option(panel: str, text: str, *names: str, default: str | bool = False, **more: Any) -> Any:
+    """An option in one panel of the help; `default` is the text shown as its default."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=default, **more)
+
 
 DataRoot = Annotated[
     Path | None,

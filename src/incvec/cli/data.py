@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 from PIL import Image
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from incvec.cli.common import say
+from incvec.cli.steps import Steps
 from incvec.data import aircraft, check
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
 from incvec.data.image_files import quiet_pillow
@@ -24,10 +24,8 @@ from incvec.data.layouts import LAYOUTS, list_images
 from incvec.data.listing import Listing
 from incvec.data.store.open import UNREADABLE, format_bytes
 from incvec.data.store.write import pack
-from incvec.errors import ConfigError
 from incvec.study.tables import duration
 
-LINE_INTERVAL = 10.0  # seconds between two lines of progress if there is no terminal
 SAMPLED = 20  # images whose size is read before packing
 
 
@@ -45,10 +43,7 @@ def register(root: typer.Typer) -> None:
 
 
 class ImageProgress:
-    """Progress over images: a bar on a terminal, otherwise a line from time to time.
-
-    `on_start` is called with the number of images done before.
-    """
+    """Progress over images; `on_start` is called first, with the number of images done before."""
 
     def __init__(
         self, action: str, console: Console | None = None, on_start: Callable[[int, int], None] | None = None
@@ -56,33 +51,20 @@ class ImageProgress:
         self.action, self.console, self.on_start = action, console or Console(), on_start
         self.start: tuple[float, int] | None = None  # time, and images done before
         self.done = 0
-        self.last_line = time.monotonic()
-        self.bar: Progress | None = None
+        self.steps: Steps | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self.start is None:
-            self.start = now, done
+        if self.steps is None:
+            self.start = time.monotonic(), done
             if self.on_start is not None:
                 self.on_start(done, total)
-            if self.console.is_terminal:
-                columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
-                rate_column = TextColumn("{task.fields[rate]}")
-                self.bar = Progress(TextColumn(self.action), *columns, rate_column, console=self.console, expand=True)
-                self.bar.start()
-                self.task = self.bar.add_task("", total=None, rate="")
+            self.steps = Steps(self.console)
         self.done = done
-        rate = (done - self.start[1]) / max(now - self.start[0], 1e-9)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done, total=total, rate=f"{rate:.0f} images/s")
-        elif now - self.last_line >= LINE_INTERVAL:
-            self.last_line = now
-            left = f", {duration((total - done) / rate)} left" if rate else ""
-            self.console.print(f"{self.action}: {done} of {total} images, {rate:.0f} images/s{left}", highlight=False)
+        self.steps.show(self.action, done, total)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        if self.steps is not None:
+            self.steps.close()
 
 
 @contextmanager
@@ -146,15 +128,12 @@ def data_pack(
     ] = None,
     unreadable: Annotated[Unreadable, typer.Option(help="What to do if images cannot be read.")] = Unreadable.refuse,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
-    repair: Annotated[bool, typer.Option("--repair", hidden=True)] = False,
 ) -> None:
     """Decode a data set once, on all cores, into a store that runs open immediately.
 
     Interrupted at any time, the same command resumes. Images are rotated according to their EXIF orientation and
     converted to RGB; the short side is resized to --size and the center square is stored.
     """
-    if repair:
-        raise ConfigError(f"--repair was removed. Remove {store} and pack the images again, without --repair.")
     class_list = None if classes is None else find_class_list(classes)
     listing = list_images(source, None if layout is None else layout.value, class_list, ground_truth)
     total = len(listing.train) + len(listing.test)
@@ -172,7 +151,7 @@ def data_pack(
         if done:
             say(f"resuming: {done} of {total} images are packed")
 
-    interrupted = "packing was interrupted before: verifying what is there"
+    interrupted = "packing was interrupted before: verifying the packed images"
     verifying = ImageProgress("verifying", on_start=lambda *_: say(interrupted))
     packing = ImageProgress("packing", on_start=announce_resuming)
     with closing(verifying), closing(packing), sigterm_as_interrupt():

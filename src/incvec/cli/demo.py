@@ -15,8 +15,9 @@ from incvec.cli.progress import follow
 from incvec.data import Dataset, load_dataset
 from incvec.engine.run import Run
 from incvec.engine.threads import single_thread_for_small_images
-from incvec.errors import ConfigError, check_out
+from incvec.errors import check_out
 from incvec.presets import resolve
+from incvec.presets.given import parse_seeds
 from incvec.study import style
 from incvec.study.figures.canvas import legend_below, new_figure, plot_band, plot_run, style_axes
 from incvec.study.gains import gain_sentence
@@ -46,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs and demo.png.")] = Path("runs/demo"),
-    seeds: Annotated[str, typer.Option(help="Training seeds, separated by commas.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option(help="Training seeds, such as 0,1,2 or 0-4.")] = "0,1,2",
 ) -> None:
     """Train PODNet without and with IVT on embedded digits with three seeds each, and PODNet's oracle once.
 
@@ -56,14 +57,6 @@ def demo(
     """
     check_out(out, "the demo")
     run_demo(out, parse_seeds(seeds), Console())
-
-
-def parse_seeds(text: str) -> list[int]:
-    """`0,1,2` -> [0, 1, 2]."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts) or len(set(parts)) < len(parts):
-        raise ConfigError(f"--seeds is {text!r}: expected different whole numbers from 0, separated by commas: 0,1,2.")
-    return [int(part) for part in parts]
 
 
 def run_demo(out: Path, seeds: Sequence[int], console: Console, changes: Mapping[str, Any] | None = None) -> Records:

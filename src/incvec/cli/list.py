@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -12,14 +12,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from incvec.addons import ADDONS, declared_addon
+from incvec.addons import ADDONS
 from incvec.cli.common import PluginFiles, load_plugins, say
 from incvec.config import read_yaml
 from incvec.data.datasets import DATASETS, find_dataset
-from incvec.declarations import declared
+from incvec.declarations import networks
 from incvec.errors import ConfigError, nearest
-from incvec.methods import METHODS, declared_method
-from incvec.presets import load_presets, presets, sweeps
+from incvec.methods import METHODS
+from incvec.presets import declared_component, load_presets, presets, sweeps
 from incvec.study.runs import yaml_value
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -68,7 +68,7 @@ def list_(
     load_plugins(plugin)
     console = Console()
     if kind is not None and name is not None:
-        details = DETAILS[kind](name)
+        details = details_of(kind, name)
         say(json.dumps(details, indent=1, ensure_ascii=False) if as_json else describe(details), console=console)
         return
     if as_json:
@@ -108,7 +108,8 @@ def entries(kind: Kind) -> list[Entry]:
         case Kind.datasets:
             return [{"name": name, "summary": entry.summary, "paper": entry.source} for name, entry in DATASETS.items()]
         case Kind.presets:
-            return [{**row, **component_entry(row["component"]), "name": row["name"]} for row in presets()]
+            rows = [{key: value for key, value in row.items() if key != "values"} for row in presets()]
+            return [{**row, **component_entry(row["component"]), "name": row["name"]} for row in rows]
         case Kind.nets:
             return [{"name": name, "summary": summary} for name, summary in networks().items()]
         case Kind.sweeps:
@@ -116,24 +117,16 @@ def entries(kind: Kind) -> list[Entry]:
     raise ValueError(kind)
 
 
-def component(name: str) -> Any:
-    return declared_method(name) if name in METHODS else declared_addon(name)
-
-
 def component_entry(name: str) -> Entry:
-    return {"name": name, "summary": component(name).summary, "paper": component(name).paper}
-
-
-def networks() -> dict[str, str]:
-    backbones = {name: plan.summary for name, plan in declared("incvec.nets.backbones", "BACKBONES").items()}
-    return {**backbones, **declared("incvec.nets.dual", "DUALS")}
+    kind = declared_component(name)
+    return {"name": name, "summary": kind.summary, "paper": kind.paper}
 
 
 # One of them --------------------------------------------------------------------------------------------------
 
 
 def component_details(name: str) -> dict[str, Any]:
-    kind = component(name)
+    kind = declared_component(name)
     known = load_presets(name)
     details = component_entry(name) | {
         "presets": [row["name"] for row in presets() if row["component"] == name] if known.datasets else [],
@@ -170,39 +163,22 @@ def preset_details(name: str) -> dict[str, Any]:
     """One preset with its values, or all of a component: `podnet-cifar100`, `podnet`."""
     rows = [row for row in presets() if name in (row["name"], row["component"])]
     check_name(Kind.presets, name, bool(rows))
-    return {"name": name, "values": {row["name"]: preset_values(row) for row in rows}}
+    return {"name": name, "values": {row["name"]: row["values"] for row in rows}}
 
 
-def preset_values(row: Mapping[str, str]) -> dict[str, Any]:
-    """The values that one preset sets itself, without those it is applied on top of."""
-    known = load_presets(row["component"])
-    dataset, _, host = row["dataset"].partition(" with ")
-    if dataset == "any":
-        return known.hosts[host]
-    entry = known.datasets[dataset]
-    return entry.hosts[host] if host else entry.options if row["variant"] == "paper" else entry.variants[row["variant"]]
-
-
-def details_of(kind: Kind) -> Callable[[str], dict[str, Any]]:
-    """The details of one method, add-on, data set, network or sweep."""
-
-    def find(name: str) -> dict[str, Any]:
-        check_name(kind, name, name in names_of(kind))
-        if kind in (Kind.methods, Kind.addons):
-            return component_details(name)
-        details: dict[str, Any] = next(dict(entry) for entry in entries(kind) if entry["name"] == name)
-        if kind is Kind.datasets:
-            details["options"] = option_rows(find_dataset(name).Options)
-        if kind is Kind.sweeps:
-            details["file"] = sweeps()[name].read_text()
-        return details
-
-    return find
-
-
-DETAILS: dict[Kind, Callable[[str], dict[str, Any]]] = {
-    kind: preset_details if kind is Kind.presets else details_of(kind) for kind in Kind
-}
+def details_of(kind: Kind, name: str) -> dict[str, Any]:
+    """All about one method, add-on, preset, data set, network or sweep."""
+    if kind is Kind.presets:
+        return preset_details(name)
+    check_name(kind, name, name in names_of(kind))
+    if kind in (Kind.methods, Kind.addons):
+        return component_details(name)
+    details: dict[str, Any] = next(dict(entry) for entry in entries(kind) if entry["name"] == name)
+    if kind is Kind.datasets:
+        details["options"] = option_rows(find_dataset(name).Options)
+    if kind is Kind.sweeps:
+        details["file"] = sweeps()[name].read_text()
+    return details
 
 
 def check_name(kind: Kind, name: str, known: bool) -> None:

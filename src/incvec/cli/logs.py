@@ -12,12 +12,16 @@ import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from incvec.config import digest
+from incvec.config import RunConfig, digest
 from incvec.engine import events as ev
 from incvec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from incvec.engine.launch import Consume
 
 TOTAL_STEPS = 1_000_000  # TensorBoard's x value at the end of a run
 FLUSH_SECONDS = 10
@@ -158,16 +162,24 @@ def package(log: str) -> Any:
         raise ConfigError(f"--log {log} needs the package {log} ({error}): pip install {log}.") from None
 
 
-def make_writer(log: Log, folder: Path, config: Mapping[str, Any]) -> Callable[[], Writer]:
-    """A function that makes the writer of a run's log, below the run's folder."""
+def make_writer(log: Log, folder: Path, config: Mapping[str, Any]) -> Writer:
+    """The writer of a run's log, below the run's folder."""
     match log:
         case Log.tensorboard:
-            return lambda: TensorBoardLog(folder / "tensorboard")
+            return TensorBoardLog(folder / "tensorboard")
         case Log.csv:
-            return lambda: CsvLog(folder / "csv")
+            return CsvLog(folder / "csv")
         case Log.wandb:
-            return lambda: WandbLog(folder, config)
+            return WandbLog(folder, config)
     raise ValueError(log)
+
+
+def logged(consume: Consume, logs: Sequence[Log] | None, folder: Path, config: RunConfig) -> Consume:
+    """`consume`, with the run's loss terms and accuracies logged on the way. A missing package is an error now."""
+    for log in logs or ():
+        package(log)
+    makers = [partial(make_writer, log, folder, config.resolved()) for log in logs or ()]
+    return lambda events: consume(log_events(events, makers))
 
 
 def log_events(events: Iterator[ev.Event], make: Sequence[Callable[[], Writer]]) -> Iterator[ev.Event]:

@@ -17,10 +17,9 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 import incvec
+from incvec.__main__ import EXIT_INTERRUPTED
 from incvec.cli.common import is_torchrun, say, say_error
 from incvec.errors import REPORT_AT, user_message
-
-EXIT_INTERRUPTED = 130  # the shell convention for a program ended by Ctrl-C
 
 
 class Command(NamedTuple):
@@ -29,7 +28,6 @@ class Command(NamedTuple):
     module: str
     panel: str
     summary: str  # the first paragraph of its help
-    hidden: bool = False
 
 
 COMMANDS = {
@@ -83,7 +81,6 @@ COMMANDS = {
         "Compare records: average accuracy (AA), last accuracy (LA), forgetting (FM) and the oracle gap closed.",
     ),
     "study": Command("study", "Results", "Figures of finished runs: paths, trade-off, plane, gap, curvature."),
-    "lab": Command("study", "Results", "", hidden=True),
     "report": Command(
         "report",
         "Results",
@@ -109,7 +106,7 @@ class Commands(TyperGroup):
         if cmd_name in self.commands or cmd_name not in COMMANDS:
             return self.commands.get(cmd_name)
         known = COMMANDS[cmd_name]
-        return TyperCommand(cmd_name, help=known.summary, rich_help_panel=known.panel, hidden=known.hidden)
+        return TyperCommand(cmd_name, help=known.summary, rich_help_panel=known.panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,18 +17,16 @@ from incvec.cli.common import (
     complete_methods,
     is_torchrun,
     load_plugins,
+    option,
     say,
 )
-from incvec.cli.logs import Log, log_events, make_writer, package
+from incvec.cli.logs import Log, logged
 from incvec.config import RunConfig
 from incvec.errors import ConfigError, check_out
-from incvec.presets import check_names, resolve, run_name
-from incvec.presets.given import Given, parse_seeds
+from incvec.presets import run_name
+from incvec.presets.given import Given
 from incvec.presets.origins import render
-from incvec.presets.streams import complete_stream
-
-if TYPE_CHECKING:
-    from incvec.data import Dataset
+from incvec.presets.streams import resolve_seeds
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -71,11 +69,6 @@ DRY_HELP = "Print all settings and where each comes from, without training."
 
 def register(app: typer.Typer) -> None:
     app.command(epilog=EXAMPLES)(run)
-
-
-def option(panel: str, text: str, *names: str, default: str | bool = False, **more: Any) -> Any:
-    """An option in one panel of the help; `default` is the text shown as its default."""
-    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=default, **more)
 
 
 def run(
@@ -147,7 +140,7 @@ def run(
             given.set(key, value, name)
     for setting in settings or ():
         given.set_text(setting)
-    configs, stream = resolve_seeds(given, seeds, data_root)
+    configs, stream = resolve_seeds(given.tree(), seeds, data_root)
     several = len(configs) > 1
     if several and is_torchrun():
         raise ConfigError("--seeds trains one run after another; with torchrun, give a single --seed.")
@@ -161,8 +154,9 @@ def run(
         print_settings(configs, folders, given.origins() | ({} if seeds is None else {"seed": "--seeds"}), stream)
         return
 
+    from incvec.cli.progress import follow
     from incvec.engine.distributed import is_main_process
-    from incvec.engine.launch import read_finished
+    from incvec.engine.launch import launch, read_finished
     from incvec.study.run_table import run_rows, show_tables
 
     console = Console(quiet=not is_main_process())
@@ -175,19 +169,11 @@ def run(
             say(f"already finished: {folder / 'record.json'}", console=console)
         else:
             shared = None if no_share else bases if bases is not None else folder.parent / "bases"
-            record, data = train(each, folder, shared, data_root, download, log or (), console, data)
+            consume = logged(lambda events: follow(events, console), log if is_main_process() else (), folder, each)
+            record, data = launch(each, folder, shared, data_root, download, consume, data)
         records.append(record)
     for table in show_tables(run_rows(records)):
         console.print(table.rich())
-
-
-def resolve_seeds(given: Given, seeds: str | None, data_root: Path | None) -> tuple[list[RunConfig], str]:
-    """The complete configuration for each seed, checked as far as possible without data, and its stream, or ""."""
-    tree = given.tree()
-    chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
-    check_names(resolve(tree))  # wrong settings are reported before the data root is read
-    tree, stream = complete_stream(tree, data_root)
-    return [resolve({**tree, **seed}) for seed in chosen], stream
 
 
 def print_settings(configs: list[RunConfig], folders: list[Path], origins: dict[str, str], stream: str) -> None:
@@ -198,26 +184,3 @@ def print_settings(configs: list[RunConfig], folders: list[Path], origins: dict[
         typer.echo(f"# {stream}")
         origins = dict.fromkeys(("base_classes", "tasks"), "the classes of the data root") | origins
     typer.echo(render(configs[0], origins))
-
-
-def train(
-    config: RunConfig,
-    folder: Path,
-    bases: Path | None,
-    data_root: Path | None,
-    download: bool,
-    logs: list[Log] | tuple[Log, ...],
-    console: Console,
-    data: Dataset | None = None,
-) -> tuple[dict[str, Any], Dataset]:
-    """Train or resume a run, with its progress on the console; returns its record and its data."""
-    from incvec.cli.progress import follow
-    from incvec.engine.distributed import is_main_process
-    from incvec.engine.launch import launch
-
-    for log in logs:
-        package(log)  # a missing one is reported before data is read
-    writers = [make_writer(log, folder, config.resolved()) for log in logs if is_main_process()]
-    return launch(
-        config, folder, bases, data_root, download, lambda events: follow(log_events(events, writers), console), data
-    )

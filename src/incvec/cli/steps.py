@@ -1,4 +1,4 @@
-"""Progress of the classifier's commands, with an estimate of the time left."""
+"""Progress of commands on photos and data sets, with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from incvec.cli.common import say
+from incvec.study.tables import duration
 
 LINE_INTERVAL = 5.0  # seconds between two lines of progress, without a terminal
 
@@ -20,26 +21,27 @@ class Steps:
     """What is being done, and an estimate of the time left: a bar on a terminal, lines now and then elsewhere."""
 
     def __init__(self, console: Console) -> None:
-        self.console, self.what, self.shown, self.began = console, "", time.monotonic(), time.monotonic()
+        self.console, self.what, self.shown = console, "", time.monotonic()
+        self.began, self.before = self.shown, 0  # of what is being done: its start, and the part done before
         self.bar: Bar | None = None
         if console.is_terminal:
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
-            self.bar = Bar(*columns, console=console, transient=True)
+            columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+            self.bar = Bar(*columns, TimeRemainingColumn(), console=console, transient=True)
             self.row = self.bar.add_task("", total=None)
             self.bar.start()
 
     def show(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
         if what != self.what:
-            self.what, self.began = what, now
+            self.what, self.began, self.before = what, now, done
             if self.bar is not None:
                 self.bar.reset(self.row, description=what, total=total)
         if self.bar is not None:
             self.bar.update(self.row, completed=done, total=total)
-        elif now - self.shown >= LINE_INTERVAL and done:
+        elif now - self.shown >= LINE_INTERVAL and done > self.before:
             self.shown = now
-            left = (now - self.began) * (total - done) / done
-            say(f"{time.strftime('%H:%M:%S')} {what}: {done} of {total}, {left:.0f} s left", console=self.console)
+            left = duration((now - self.began) * (total - done) / (done - self.before))
+            say(f"{time.strftime('%H:%M:%S')} {what}: {done} of {total}, {left} left", console=self.console)
 
     def event(self, event: Any) -> None:
         """An event of the training run."""

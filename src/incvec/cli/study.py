@@ -51,17 +51,7 @@ DIGITS_ORACLE = f"{DIGITS} --oracle runs/digits-podnet-oracle-3-s0"
 
 
 def register(root: typer.Typer) -> None:
-    """Add `study`, and `lab`, its name in version 0.1, as a hidden alias."""
     root.add_typer(app, name="study")
-    lab = typer.Typer(no_args_is_help=True)
-    lab.registered_commands = app.registered_commands
-
-    @lab.callback()
-    def renamed(context: typer.Context) -> None:
-        command = context.invoked_subcommand
-        typer.echo(f"`incvec lab {command}` is now `incvec study {command}`", err=True)
-
-    root.add_typer(lab, name="lab", hidden=True)
 
 
 @dataclass(frozen=True)
@@ -76,9 +66,7 @@ class CommonOptions:
     out: Out = FIGURES
     name: Name = None
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.", show_default="the run's")] = None
-    backend: Annotated[
-        Backend, typer.Option("--backend", "--way", help="One CUDA graph per point, or an eager loop.")
-    ] = "auto"
+    backend: Annotated[Backend, typer.Option(help="One CUDA graph per point, or an eager loop.")] = "auto"
 
     def evaluation(self, points: int, start: Start = "own") -> EvaluationOptions:
         return EvaluationOptions(points, self.images, self.batchnorm, start, self.backend, self.device)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from incvec.addons import ADDONS
-from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, say
+from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, option, say
 from incvec.config import RunConfig, assign
 from incvec.engine.sweep import Check, data_key, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
@@ -74,12 +75,7 @@ class Where(StrEnum):
     SLURM = "slurm"
 
 
-def on_cluster(text: str, *names: str, default: str | bool = False, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Cluster", show_default=default, **more)
-
-
-def on_slurm(text: str, *names: str, default: str | bool = False, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel="Slurm", show_default=default, **more)
+on_cluster, on_slurm = partial(option, "Cluster"), partial(option, "Slurm")
 
 
 def register(app: typer.Typer) -> None:

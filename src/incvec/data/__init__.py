@@ -7,9 +7,9 @@ from incvec.lazy import lazy_exports
 if TYPE_CHECKING:
     from incvec.data.augment import rotate90, rotation_labels
     from incvec.data.dataset import Dataset
-    from incvec.data.datasets import DATASETS, DatasetEntry, check, dataset_options, find_dataset, load_dataset
+    from incvec.data.datasets import DATASETS, DatasetEntry, check, load_dataset
     from incvec.data.options import DatasetOptions
-    from incvec.data.select import class_means, herd, herd_greedy, kmeans
+    from incvec.data.select import class_means
     from incvec.data.source import ImageSource
     from incvec.data.store.stream import Streamed, StreamedSource, make_source
     from incvec.data.stream import class_order, relabel, split
@@ -20,9 +20,9 @@ __getattr__ = lazy_exports(
     {
         "augment": ("rotate90", "rotation_labels"),
         "dataset": ("Dataset",),
-        "datasets": ("DATASETS", "DatasetEntry", "check", "dataset_options", "find_dataset", "load_dataset"),
+        "datasets": ("DATASETS", "DatasetEntry", "check", "load_dataset"),
         "options": ("DatasetOptions",),
-        "select": ("class_means", "herd", "herd_greedy", "kmeans"),
+        "select": ("class_means",),
         "source": ("ImageSource",),
         "store.stream": ("Streamed", "StreamedSource", "make_source"),
         "stream": ("class_order", "relabel", "split"),
@@ -42,11 +42,6 @@ __all__ = [
     "check",
     "class_means",
     "class_order",
-    "dataset_options",
-    "find_dataset",
-    "herd",
-    "herd_greedy",
-    "kmeans",
     "load_dataset",
     "make_source",
     "make_views",

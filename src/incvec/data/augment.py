@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 LUMA = (0.2989, 0.587, 0.114)
+RATIO = (3 / 4, 4 / 3)  # of width and height of a random box
+ATTEMPTS = 10  # boxes drawn, of which the first that fits is taken
 
 
 def crop_and_flip(images: Tensor, top: Tensor, left: Tensor, flipped: Tensor) -> Tensor:
@@ -148,27 +150,23 @@ def sampling_points(start: Tensor, extent: Tensor, size: int) -> Tensor:
 
 
 def draw_boxes(
-    images: Tensor,
-    generator: Generator,
-    scale: tuple[float, float] = (0.2, 1.0),
-    ratio: tuple[float, float] = (3 / 4, 4 / 3),
-    attempts: int = 10,
+    images: Tensor, generator: Generator, scale: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A random box per image (top, left, height, width): area fraction from U(scale), log aspect from U(log ratio).
+    """A random box per image (top, left, height, width): area fraction from U(scale), log aspect from U(log RATIO).
 
     As in torchvision, the first of ten boxes that fits is taken, else the largest central one. All ten are drawn at
     once, because the number of draws must not depend on their values.
     """
     b, _, h, w = images.shape
-    draws = torch.rand(2, b, attempts, generator=generator, device=images.device)
+    draws = torch.rand(2, b, ATTEMPTS, generator=generator, device=images.device)
     area = h * w * (scale[0] + (scale[1] - scale[0]) * draws[0])
-    aspect = torch.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[1])
+    aspect = torch.exp(math.log(RATIO[0]) + (math.log(RATIO[1]) - math.log(RATIO[0])) * draws[1])
     widths, heights = (area * aspect).sqrt().round(), (area / aspect).sqrt().round()
     fits = (widths >= 1) & (widths <= w) & (heights >= 1) & (heights <= h)
     first = fits.int().argmax(1, keepdim=True)
     any_fits = fits.any(1)
     # If none fits: as much of the image as the aspect ratios allow.
-    fallback_width, fallback_height = min(w, round(h * ratio[1])), min(h, round(w / ratio[0]))
+    fallback_width, fallback_height = min(w, round(h * RATIO[1])), min(h, round(w / RATIO[0]))
     width = torch.where(any_fits, widths.gather(1, first)[:, 0], float(fallback_width))
     height = torch.where(any_fits, heights.gather(1, first)[:, 0], float(fallback_height))
     position = torch.rand(2, b, generator=generator, device=images.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from incvec.data.store.mapped import PackedImages
-from incvec.errors import ConfigError, DataError, nearest
+from incvec.errors import ConfigError, DataError
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per channel
 Images = Tensor | PackedImages  # in memory, or in memory-mapped files
@@ -71,14 +71,6 @@ class Dataset:
         """The shape of the network's input."""
         channels, height, width = self.train_images.shape[1:]
         return (channels, height, width) if self.side is None else (channels, self.side, self.side)
-
-    def normalization(self, name: str = "default") -> Normalization:
-        if name not in self.normalizations:
-            raise ConfigError(
-                f"{self.name} has no normalization {name!r}.{nearest(name, self.normalizations)} "
-                f"It has: {', '.join(self.normalizations)}."
-            )
-        return self.normalizations[name]
 
 
 def hold_out(dataset: Dataset, every: int) -> Dataset:

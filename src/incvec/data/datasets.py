@@ -123,8 +123,6 @@ def dataset_options(name: str, given: Mapping[str, Any]) -> DatasetOptions:
 
 def load_dataset(name: str, root: Root = None, download: bool = False, **options: Any) -> Dataset:
     """The data set `name`, with its options (`image_size`, `held_out`, ...: see the `Options` of its entry)."""
-    if "size" in options:
-        raise ConfigError("the option 'size' is now called 'image_size'.")
     entry, validated = find_dataset(name), dataset_options(name, options)
     if download:
         if entry.download is None:

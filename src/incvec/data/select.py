@@ -7,7 +7,7 @@ between stages, never inside a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from torch import Generator, Tensor
 
 from incvec.errors import DataError, TrainingError
 
-Chooser = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # features, mask, mean, m -> choices
 CHUNK = 64  # classes per padded array: bounds the memory for padding and float64
 HERDING_LIMIT = 1000  # iterations, as in LUCIR and iCaRL
 CHECK_EVERY = 16  # iterations between two checks for completion; the result does not depend on it
@@ -31,17 +30,16 @@ def herd(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Te
 
     `features` [n, d], `labels` [n]; the result is int64 [len(classes), m], positions in `features`.
     """
-    return _by_chunk(_herd, features, labels, classes, m)
-
-
-@torch.no_grad()
-def herd_greedy(features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
-    """Herding as implemented by PyCIL, with the arguments and result of `herd`.
-
-    Without replacement; the k-th choice minimizes || mu - (sum of the chosen + D_i) / k ||, the distance of the mean
-    of the exemplars from the class mean.
-    """
-    return _by_chunk(_herd_greedy, features, labels, classes, m)
+    if not bool(torch.isfinite(features).all()):
+        raise TrainingError("exemplars cannot be selected: some features are not finite. Has the training diverged?")
+    if m == 0 or len(classes) == 0:
+        return torch.empty(len(classes), m, dtype=torch.int64, device=features.device)
+    chosen = []
+    for rows, mask in _padded_rows(labels, classes, m, "for its exemplars: lower their number or add images"):
+        padded = F.normalize(features[rows].double(), dim=2) * mask[:, :, None]
+        mean = padded.sum(1) / mask.sum(1, keepdim=True)
+        chosen.append(rows.gather(1, _herd(padded, mask, mean, m)))
+    return torch.cat(chosen)
 
 
 def _herd(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
@@ -67,36 +65,6 @@ def _herd(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
         for _ in range(m):
             step(mask & (rank == m))
     return rank.argsort(dim=1, stable=True)[:, :m]
-
-
-def _herd_greedy(features: Tensor, mask: Tensor, mean: Tensor, m: int) -> Tensor:
-    classes = torch.arange(len(features), device=features.device)
-    total = torch.zeros_like(mean)
-    squares = features.square().sum(2)
-    free = mask.clone()
-    chosen = []
-    for k in range(1, m + 1):
-        missing = mean - total / k
-        # || missing - D / k ||^2 without its constant part
-        distance = squares / k**2 - 2 / k * torch.bmm(features, missing[:, :, None])[:, :, 0]
-        j = distance.masked_fill(~free, torch.inf).argmin(1)
-        total = total + features[classes, j]
-        free[classes, j] = False
-        chosen.append(j)
-    return torch.stack(chosen, 1)
-
-
-def _by_chunk(choose: Chooser, features: Tensor, labels: Tensor, classes: Sequence[int], m: int) -> Tensor:
-    if not bool(torch.isfinite(features).all()):
-        raise TrainingError("exemplars cannot be selected: some features are not finite. Has the training diverged?")
-    if m == 0 or len(classes) == 0:
-        return torch.empty(len(classes), m, dtype=torch.int64, device=features.device)
-    chosen = []
-    for rows, mask in _padded_rows(labels, classes, m, "for its exemplars: lower their number or add images"):
-        padded = F.normalize(features[rows].double(), dim=2) * mask[:, :, None]
-        mean = padded.sum(1) / mask.sum(1, keepdim=True)
-        chosen.append(rows.gather(1, choose(padded, mask, mean, m)))
-    return torch.cat(chosen)
 
 
 def _padded_rows(labels: Tensor, classes: Sequence[int], at_least: int, why: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -110,11 +110,6 @@ def describe(
     }
 
 
-def adopted_meta(config: RunConfig, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of another run's snapshot when this run starts from it and copies it into its folder."""
-    return {key: meta[key] for key in meta if key not in ("format", "hashes")} | {"config": config.resolved()}
-
-
 # The header -------------------------------------------------------------------------------------------------
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -164,14 +159,16 @@ class Header(BaseModel):
         return self
 
 
-def check_header(meta: Mapping[str, Any], path: Path, remedy: str = START_AGAIN) -> None:
-    """Refuse a file whose JSON is not that of a run: the hashes of a file that someone else made may be right."""
+def check_header(meta: Mapping[str, Any], path: Path, kind: str, remedy: str = START_AGAIN) -> None:
+    """Refuse a file of another kind, or whose JSON is not that of a run: the hashes of such a file may be right."""
     try:
         Header.model_validate_json(json.dumps(meta))
     except ValidationError as error:
         key, given, problem = first_problem(error)
         found = f"{key} is {shorten(given)}: " if key else ""
         raise CheckpointError(f"{path} has an invalid header: {found}{problem}. {remedy}") from None
+    if meta["kind"] != kind:
+        raise CheckpointError(f"{path} is a {meta['kind']}, not a {kind}. {remedy}")
 
 
 @contextmanager
@@ -261,9 +258,7 @@ def check_images(dataset: Dataset, saved: str, path: Path) -> None:
 
 def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any], path: Path) -> str:
     """Refuse a checkpoint of another run. Returns a notice if the code has changed since it was written."""
-    check_header(meta, path)
-    if meta.get("kind") != "checkpoint":
-        raise CheckpointError(f"{path} is not a checkpoint but a {meta.get('kind')}; move it away to start again.")
+    check_header(meta, path, "checkpoint")
     check_config(config, meta["config"], path)
     check_images(dataset, meta["fingerprint"], path)
     if meta["code"] != code_version(config.method):
@@ -274,9 +269,7 @@ def check_checkpoint(config: RunConfig, dataset: Dataset, meta: Mapping[str, Any
 def read_base(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The shared base in a file, whose name is the hash of what it was trained with."""
     tensors, meta = read_tensors(path, REMOVE_BASE)
-    check_header(meta, path, REMOVE_BASE)
-    if meta["kind"] != "base":
-        raise CheckpointError(f"{path} is not a shared base but a {meta['kind']}. {REMOVE_BASE}")
+    check_header(meta, path, "base", REMOVE_BASE)
     return tensors, meta
 
 
@@ -297,9 +290,7 @@ def check_start(
 ) -> None:
     """A run may start from another's snapshot if both have the same past: network, classes, add-ons."""
     prefix = f"cannot start from {config.start}"
-    check_header(meta, Path(str(config.start)), "Give another snapshot, or leave start out.")
-    if meta.get("kind") != "snapshot":
-        raise CheckpointError(f"{prefix}: it is a {meta.get('kind')}, not a snapshot of a task.")
+    check_header(meta, Path(str(config.start)), "snapshot", "Give another snapshot, or leave start out.")
     grown = meta["grown"]
     if grown + 1 >= len(parts.tasks):
         raise CheckpointError(

@@ -27,7 +27,7 @@ BASE_FILES = (
     "data/augment.py", "data/gaussians.py", "data/memory.py", "data/prompts.py", "data/resize.py", "data/select.py",
     "data/source.py", "data/stream.py", "data/views.py",
     "data/store/stream.py",
-    "nets/backbones.py", "nets/batchnorm.py", "nets/clip.py", "nets/dual.py", "nets/efficientnet.py", "nets/heads.py",
+    "nets/backbones.py", "nets/clip.py", "nets/dual.py", "nets/efficientnet.py", "nets/heads.py",
     "nets/lite.py", "nets/model.py", "nets/packages.py", "nets/pretrained.py", "nets/resnet.py",
     "nets/kernels/__init__.py", "nets/kernels/blocks.py", "nets/kernels/conv.py", "nets/kernels/launch.py",
     "ivt/fisher.py", "ivt/names.py",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from incvec.engine.build import pick_device
 from incvec.engine.checkpoint import check_finished
 from incvec.engine.device_errors import translate_device_errors
 from incvec.engine.distributed import init_distributed
-from incvec.engine.run import Run
+from incvec.engine.run import Run, drain
 from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError
 from incvec.presets import check_names
@@ -62,19 +60,6 @@ def load_on_device(config: RunConfig, data_root: Path | None, device: torch.devi
     with translate_device_errors(device, activity, "Another device may help."):
         train, test = loaded.train_images.to(device), loaded.test_images.to(device)
     return replace(loaded, train_images=train, test_images=test)
-
-
-def drain(events: Iterator[ev.Event]) -> dict[str, Any]:
-    """Drive a run to its end without a display; notices that are warnings become Python warnings."""
-    record: dict[str, Any] = {}
-    for event in events:
-        if isinstance(event, ev.Tick) and event.waiting:
-            time.sleep(0.001)
-        elif isinstance(event, ev.Notice) and event.warning:
-            warnings.warn(event.text, stacklevel=2)
-        elif isinstance(event, ev.Finished):
-            record = event.record
-    return record
 
 
 def read_finished(config: RunConfig, folder: Path, data_root: Path | None) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired
@@ -160,18 +159,3 @@ def thin_losses(row: Mapping[str, Any]) -> dict[str, Any]:
     epochs = [epoch for epoch in range(1, count + 1) if epoch in (1, count) or epoch % EVERY == 0]
     terms = {name: [values[epoch - 1] for epoch in epochs] for name, values in row["terms"].items()}
     return {**row, "epochs": epochs, "terms": terms}
-
-
-def format_record(value: Any, indent: int = 0) -> str:
-    """JSON for people and for version control: one line per list of numbers and per mapping of single values."""
-    if not isinstance(value, dict | list) or not any(isinstance(item, dict | list) for item in _items(value)):
-        return json.dumps(value, separators=(",", ":") if isinstance(value, list) else None)
-    start, inner = "\n" + " " * indent, "\n" + " " * (indent + 1)
-    if isinstance(value, list):
-        return "[" + ",".join(inner + format_record(item, indent + 1) for item in value) + start + "]"
-    rows = (f"{inner}{json.dumps(key)}: {format_record(item, indent + 1)}" for key, item in value.items())
-    return "{" + ",".join(rows) + start + "}"
-
-
-def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value

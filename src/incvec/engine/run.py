@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,14 @@ from incvec.engine.device_errors import gpu_problem, translate_device_errors
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 from incvec.engine.loop import StageLoop
 from incvec.engine.optimizer import check_learning_rates
-from incvec.engine.record import Progress, accuracy_matrix, format_record, make_record
+from incvec.engine.record import Progress, accuracy_matrix, make_record
 from incvec.engine.shared_bases import BaseFile, base_key
 from incvec.engine.stage import train_stage
 from incvec.engine.state import RunState
 from incvec.engine.task import begin_task, end_task, evaluate_task
 from incvec.errors import Busy, CheckpointError
 from incvec.nets import BACKBONES, finer_backbone
-from incvec.records import read_record
+from incvec.records import format_json, read_record
 
 
 def on_its_own() -> bool:
@@ -190,7 +191,7 @@ class Run:
         record = make_record(self.config, self.dataset, state.parts, state.progress, state.seconds())
         self._saver.wait()
         if self.distributed.is_main:
-            write_bytes(self.record_path, (format_record(record) + "\n").encode())
+            write_bytes(self.record_path, (format_json(record) + "\n").encode())
             self.checkpoint_path.unlink(missing_ok=True)
         self.distributed.barrier()
         return ev.Finished(record, str(self.record_path))
@@ -243,7 +244,8 @@ class Run:
         state.progress.base = {"snapshot": self.config.start, "code": meta["code"], "shared": shared}
         copy = self.snapshot_path(meta["grown"])  # the study looks for all snapshots of a run in its folder
         if self.distributed.is_main and self.config.snapshots and not copy.exists():
-            write_tensors(copy, tensors, checkpoints.adopted_meta(self.config, meta))
+            adopted = {key: value for key, value in meta.items() if key not in ("format", "hashes")}
+            write_tensors(copy, tensors, adopted | {"config": self.config.resolved()})
 
     def _notices(self, state: RunState) -> Iterator[str]:
         """Warnings before training starts."""
@@ -314,12 +316,19 @@ class Run:
             self._base = None
 
 
-def finish(run: Run) -> dict[str, Any]:
-    """Run to the end and return the record."""
+def drain(events: Iterator[ev.Event]) -> dict[str, Any]:
+    """Drive a run to its end without a display; notices that are warnings become Python warnings."""
     record: dict[str, Any] = {}
-    for event in run.events():
+    for event in events:
         if isinstance(event, ev.Tick) and event.waiting:
             time.sleep(0.001)
+        elif isinstance(event, ev.Notice) and event.warning:
+            warnings.warn(event.text, stacklevel=2)
         elif isinstance(event, ev.Finished):
             record = event.record
     return record
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Run to the end and return the record."""
+    return drain(run.events())

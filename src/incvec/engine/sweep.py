@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-from incvec.addons import ADDONS, declared_addon
+from incvec.addons import ADDONS
 from incvec.config import RunConfig, digest, read_yaml
 from incvec.errors import ConfigError, nearest, shorten
-from incvec.methods import METHODS, base_settings, declared_method
+from incvec.methods import METHODS, base_settings
+from incvec.presets import declared_component
 
 if TYPE_CHECKING:
     import torch
@@ -91,13 +92,8 @@ def read_check(path: Path) -> Check | None:
     return check
 
 
-def read_sweep(path: Path) -> list[dict[str, Any]]:
-    """The settings of all runs of a sweep file, in its order."""
-    return [given for _, given in read_runs(path)]
-
-
 def read_runs(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """As `read_sweep`, each with the place in the file where it is defined."""
+    """The settings of all runs of a sweep file, in its order, each with the block that defines it."""
     return expand_blocks(read_content(path)["runs"], str(path))
 
 
@@ -165,10 +161,7 @@ def is_list_setting(section: str, key: str) -> bool:
     """Whether the values of this setting are lists, such as milestones."""
     kind: Any = RunConfig
     if section:
-        kind = None
-        if section in METHODS or section in ADDONS:
-            kind = declared_method(section) if section in METHODS else declared_addon(section)
-        kind = getattr(kind, "Options", None)
+        kind = declared_component(section).Options if section in {*METHODS, *ADDONS} else None
     return kind is not None and key in kind.model_fields and _is_list_type(kind.model_fields[key].annotation)
 
 

@@ -11,9 +11,9 @@ the end of a task, F becomes decay F + F_t, where F_t is measured in a separate 
 
 The paper has no class-incremental experiment. The defaults are PyCIL's: gradients of whole batches, F clipped at 1e-4,
 lambda = 1000, cross-entropy over the task's own classes (`loss_over`). F of single samples is larger by about the batch
-size, so lambda depends on the estimator (`fisher`). New rows have neither F nor theta*. As in PyCIL, the softmax of the
-measuring pass is over all classes seen, and BatchNorm is in eval mode. F and theta* belong to the same weights: if an
-add-on replaces the weights of a task, the pass comes after it.
+size, so lambda depends on the estimator. New rows have neither F nor theta*. As in PyCIL, the softmax of the measuring
+pass is over all classes seen, and BatchNorm is in eval mode. F and theta* belong to the same weights: if an add-on
+replaces the weights of a task, the pass comes after it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from incvec.contracts import Batch, Stage, Task, Terms
+from incvec.contracts import Batch, Group, Stage, Task, Terms
 from incvec.methods.finetune import Finetune, FinetuneOptions
-from incvec.methods.fisher import FisherKind, squared_gradients
 
 
 class EWCOptions(FinetuneOptions):
     loss_over: Literal["seen", "new"] = Field("new", description="classes in the softmax: all seen, or the task's own")
     lambda_ewc: float = Field(1000.0, ge=0)
-    fisher: FisherKind = "batch"
     clip: float | None = Field(1e-4, gt=0, description="upper bound of F_t; null: no bound")
     accumulate: Literal["sum", "mean"] = "sum"
     decay: float = Field(1.0, ge=0, le=1, description="factor of the previous F, for `accumulate=sum`")
@@ -71,9 +69,9 @@ class EWC(Finetune):
             role="measure",
             epochs=1,
             batch_size=main.batch_size,
+            groups=(Group(("model",), 0.0),),
             batchnorm="frozen",
-            eager="torch.func computes its gradients, per sample if selected",
-            loss=self.measure,
+            loss=self.measured_loss,
         )
         return [main, measure]
 
@@ -93,23 +91,17 @@ class EWC(Finetune):
             terms["ewc"] = self.options.lambda_ewc * penalty
         return terms
 
-    def measure(self, batch: Batch) -> Terms:
-        """Accumulate the squared gradients of the batch; the logged value is the trace of its F."""
-        kind = self.options.fisher
+    def measured_loss(self, batch: Batch) -> Terms:
+        """The loss of F, in full precision."""
+        with torch.autocast(batch.images.device.type, enabled=False):
+            return {"ce": F.cross_entropy(self.model(batch.images).logits, batch.labels)}
 
-        def outcome(rows: tuple[Tensor, ...]) -> Tensor:
-            images, labels = rows
-            logits: Tensor = self.model(images).logits
-            return logits if kind in ("sampled", "exact") else F.cross_entropy(logits, labels)
-
-        parameters = dict(self.model.named_parameters())
-        rows = (batch.images, batch.labels)
-        with torch.autocast(batch.images.device.type, enabled=False):  # F in full precision
-            squares, count = squared_gradients(self.model, outcome, rows, kind=kind, generator=self.world.generator)
-        vector = to_vector({name: squares[name] for name in parameters})
-        self.store["squares"] += vector
-        self.store["terms"] += count
-        return {"trace": vector.sum() / count}
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum the squared gradients in the measuring pass."""
+        if "squares" in self.store:
+            gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters.items()}
+            self.store["squares"] += to_vector(gradients).square()
+            self.store["terms"] += 1
 
     def end_stage(self, task: Task, stage: Stage) -> None:
         if stage.role != "measure":

@@ -42,7 +42,6 @@ from incvec.data import rotate90, rotation_labels
 from incvec.methods.common import masked_mean
 from incvec.methods.prototypes import ROTATIONS, PrototypeMethod, PrototypeOptions, feature_distance
 from incvec.nets import LinearHead
-from incvec.nets.batchnorm import preserved_buffers
 
 
 class FCSOptions(PrototypeOptions):
@@ -173,8 +172,11 @@ class FCS(PrototypeMethod):
     @torch.no_grad()
     def keys(self, images: Tensor) -> Tensor:
         """Unit features with the current weights; BatchNorm's running statistics stay unchanged."""
-        with preserved_buffers(self.model.backbone):
-            return F.normalize(self.model.features(images), dim=1)
+        buffers = list(self.model.backbone.buffers())
+        saved = [buffer.clone() for buffer in buffers]
+        keys = F.normalize(self.model.features(images), dim=1)
+        torch._foreach_copy_(buffers, saved)
+        return keys
 
     def memory(self) -> dict[str, int]:
         o = self.options

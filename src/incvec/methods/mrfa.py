@@ -31,9 +31,9 @@ from torch import Tensor
 
 from incvec.config import TrainOptions
 from incvec.contracts import Batch, Terms, World
+from incvec.ivt.batchnorm import batchnorm_mode
 from incvec.methods.common import ExemplarMethod, distillation_loss, masked_mean
 from incvec.nets import Classifier
-from incvec.nets.batchnorm import batchnorm_mode
 
 Perturbation = Callable[[int, Tensor], Tensor]  # index of the layer, its input -> perturbed input
 

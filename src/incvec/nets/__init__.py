@@ -1,9 +1,9 @@
 """Backbones by name, heads that grow by appending blocks, and the model that joins the two."""
 
-from incvec.nets.backbones import BACKBONES, backbones, build_backbone, check_backbone, finer_backbone, initialize
+from incvec.nets.backbones import BACKBONES, build_backbone, check_backbone, finer_backbone
 from incvec.nets.heads import Block, CosineHead, Head, LinearHead, ProxyHead, mean_row_norm, to_float32
 from incvec.nets.model import Classifier
-from incvec.nets.resnet import Backbone, Features, Level, Norm, Plan, Residual
+from incvec.nets.resnet import Backbone, Features, Norm, Residual
 
 __all__ = [
     "BACKBONES",
@@ -13,17 +13,13 @@ __all__ = [
     "CosineHead",
     "Features",
     "Head",
-    "Level",
     "LinearHead",
     "Norm",
-    "Plan",
     "ProxyHead",
     "Residual",
-    "backbones",
     "build_backbone",
     "check_backbone",
     "finer_backbone",
-    "initialize",
     "mean_row_norm",
     "to_float32",
 ]

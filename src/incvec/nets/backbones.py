@@ -100,11 +100,6 @@ BACKBONES: Mapping[str, Plan] = {
 }
 
 
-def backbones() -> dict[str, str]:
-    """Every backbone's name with its one-line summary."""
-    return {name: plan.summary for name, plan in BACKBONES.items()}
-
-
 def check_backbone(name: str) -> None:
     """Raise ConfigError for an unknown name."""
     if is_external(name):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from incvec.contracts import Input
 from incvec.errors import ConfigError, DataError
 from incvec.nets.dual import Dual
-from incvec.nets.packages import require as require
+from incvec.nets.packages import require
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
@@ -40,27 +40,16 @@ FIRST_LAYERS = ("mlp.fc1",)
 HEAD_WIDTH = 64  # of an attention head, in all published CLIP models
 
 
-class Vision(nn.Module):
-    """The class token after the last norm."""
+class Tower(nn.Module):
+    """The pooled output of a tower, `argument` the name of its input: the class token of an image after the last norm,
+    or the end-of-text token of a sentence. Attention over words is causal, so padding after them has no effect."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, argument: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.argument = model, argument
 
-    def forward(self, images: Tensor) -> Tensor:
-        pooled: Tensor = self.model(pixel_values=images).pooler_output
-        return pooled
-
-
-class Text(nn.Module):
-    """The end-of-text token after the last norm. Attention is causal, so padding after it has no effect."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        pooled: Tensor = self.model(input_ids=tokens).pooler_output
+    def forward(self, x: Tensor) -> Tensor:
+        pooled: Tensor = self.model(**{self.argument: x}).pooler_output
         return pooled
 
 
@@ -68,8 +57,8 @@ def from_transformers(clip: Any, tokenize: Any) -> Dual:
     """A `transformers.CLIPModel` as a dual encoder; the parameters stay the same objects."""
     config = clip.config
     return Dual(
-        Vision(clip.vision_model),
-        Text(clip.text_model),
+        Tower(clip.vision_model, "pixel_values"),
+        Tower(clip.text_model, "input_ids"),
         clip.visual_projection,
         clip.text_projection,
         clip.logit_scale,

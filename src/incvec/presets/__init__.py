@@ -9,7 +9,7 @@ There is one YAML file per method and add-on:
         variants:              # selected with --variant; applied on top
           authors: {epochs: 101}
         hosts:                 # add-ons only: applied with this method on this data set (not with a variant)
-          pass: {batchnorm: map}
+          pass: {batchnorm: layer}
     hosts:                     # add-ons only: applied with this method on any data set
       podnet: {last: teleport}
 
@@ -133,14 +133,6 @@ def preset_layers(component: str, dataset: str, variant: str = "paper", host: st
     return {name: values for name, values in layers.items() if values}
 
 
-def preset(component: str, dataset: str, variant: str = "paper", host: str = "") -> Values:
-    """Option values of a component on a data set; for an add-on, `host` is the method it is used with."""
-    merged: Values = {}
-    for values in preset_layers(component, dataset, variant, host).values():
-        merged |= values
-    return merged
-
-
 def layers_of(component: str, method: str, dataset: str, variant: str) -> dict[str, Values]:
     """The presets of a method, or of an add-on used with it, by name."""
     if component == method:
@@ -149,23 +141,32 @@ def layers_of(component: str, method: str, dataset: str, variant: str) -> dict[s
     return preset_layers(component, dataset, "pretrained" if pretrained else variant, method)
 
 
-def presets() -> list[dict[str, str]]:
-    """Name, component, data set and variant of every preset; `any with podnet` is an add-on's preset for a host."""
-    rows: list[dict[str, str]] = []
+def declared_component(name: str) -> Any:
+    """The declared class of a method or an add-on."""
+    return declared_method(name) if name in METHODS else declared_addon(name)
 
-    def add(component: str, name: str, dataset: str, variant: str = "paper") -> None:
-        rows.append({"name": component + name, "component": component, "dataset": dataset, "variant": variant})
+
+def presets() -> list[dict[str, Any]]:
+    """Name, component, data set, variant and values of every preset, without those that it is applied on top of.
+
+    The data set `any with podnet` is that of an add-on's preset for a host.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, dataset: str, values: Values, variant: str = "paper") -> None:
+        entry = {"name": component + name, "component": component, "dataset": dataset, "variant": variant}
+        rows.append(entry | {"values": values})
 
     for component in [*METHODS, *ADDONS]:
         known = load_presets(component)
         for dataset, entry in known.datasets.items():
-            add(component, f"-{dataset}", dataset)
-            for variant in entry.variants:
-                add(component, f"-{dataset}-{variant}", dataset, variant)
-            for host in entry.hosts:
-                add(component, f"-{dataset}+{host}", f"{dataset} with {host}")
-        for host in known.hosts:
-            add(component, f"+{host}", f"any with {host}")
+            add(f"-{dataset}", dataset, entry.options)
+            for variant, values in entry.variants.items():
+                add(f"-{dataset}-{variant}", dataset, values, variant)
+            for host, values in entry.hosts.items():
+                add(f"-{dataset}+{host}", f"{dataset} with {host}", values)
+        for host, values in known.hosts.items():
+            add(f"+{host}", f"any with {host}", values)
     return rows
 
 
@@ -291,7 +292,7 @@ def complete_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _default_options(component: str) -> dict[str, Any]:
     """The options of a method or add-on without any preset."""
-    options: Any = (declared_method if component in METHODS else declared_addon)(component).Options
+    options: Any = declared_component(component).Options
     values: dict[str, Any] = options.model_construct().model_dump(mode="json")  # not validated: some require a value
     return values
 

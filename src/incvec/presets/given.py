@@ -87,7 +87,7 @@ def parse_seeds(text: str) -> list[int]:
     """`0,1,2`; also `0-2`."""
     try:
         seeds: list[int] = []
-        for part in text.split(","):
+        for part in text.split(",") if text.isascii() else ():
             first, dash, last = part.strip().partition("-")
             seeds += range(int(first), int(last) + 1) if dash else [int(first)]
     except ValueError:

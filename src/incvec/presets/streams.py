@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from incvec.config import RunConfig
 from incvec.data.datasets import dataset_options, find_dataset
 from incvec.errors import DataError
 from incvec.methods import declared_method
-from incvec.presets import preset_stream
+from incvec.presets import check_names, preset_stream, resolve
+from incvec.presets.given import parse_seeds
 
 MAX_TASKS = 5  # increments of a stream that nobody chose
 MAX_UNIFORM_TASKS = 10  # for pre-trained models, without a base task
@@ -34,6 +36,14 @@ def complete_stream(given: Mapping[str, Any], data_root: Path | None) -> tuple[d
     chosen = " and ".join(f"--{key.replace('_', '-')}" for key in ("base_classes", "tasks") if key not in given)
     line = f"stream: {classes} classes: {first}{tasks} task{'s' * (tasks > 1)} of {size} (change it with {chosen})"
     return {**given, "base_classes": base, "tasks": tasks}, line
+
+
+def resolve_seeds(given: Mapping[str, Any], seeds: str | None, data_root: Path | None) -> tuple[list[RunConfig], str]:
+    """The complete configuration for each seed, checked as far as possible without data, and its stream, or ""."""
+    chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
+    check_names(resolve(given))  # wrong settings are reported before the data root is read
+    tree, stream = complete_stream(given, data_root)
+    return [resolve({**tree, **seed}) for seed in chosen], stream
 
 
 def choose_stream(

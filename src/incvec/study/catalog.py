@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from incvec.addons import ADDONS, find_addon
-from incvec.contracts import AddOn, Method
 from incvec.data import DATASETS
+from incvec.declarations import networks
 from incvec.errors import DataError
 from incvec.methods import METHODS, find_method
-from incvec.nets import backbones
-from incvec.nets.dual import DUALS
-from incvec.presets import presets
+from incvec.presets import declared_component, presets
 from incvec.records import find_records, read_record
 from incvec.study import paper, style, summary
 from incvec.study.paper import Comparison, Records
@@ -61,14 +59,6 @@ class Result(NamedTuple):
         return f"{self.run}: {self.verdict}" + (f" ({self.numbers})" if self.numbers else "")
 
 
-def find_component(name: str) -> type[Method | AddOn]:
-    return find_method(name) if name in METHODS else find_addon(name)
-
-
-def networks() -> dict[str, str]:
-    return {**backbones(), **DUALS}
-
-
 def render(results: Path | None = None) -> str:
     """The page as Markdown; `results` is the folder with the records."""
     records = [read_record(file) for file in find_records([results])] if results and results.is_dir() else []
@@ -93,7 +83,7 @@ def component_table(results: dict[str, list[Result]], column: str, last: str, te
     """Methods or add-ons, one per row; `text` gives the cell of a component in `column`."""
     rows = []
     for name, own in results.items():
-        kind = find_component(name)
+        kind = declared_component(name)
         datasets = {row["dataset"] for row in presets() if row["component"] == name and row["dataset"] in DATASETS}
         cells = [f"[`{name}`](#{name})", kind.summary, link(kind.paper, "paper"), text(name)]
         rows.append([*cells, str(len(datasets) or "–"), status(own)])
@@ -118,7 +108,7 @@ def details(name: str, results: Sequence[Result]) -> list[str]:
     datasets = [
         dataset + (f" (variants {codes(variants)})" if variants else "") for dataset, variants in sorted(known.items())
     ]
-    lines = [f"### {name}", f"{link(find_component(name).paper)}. Presets: {', '.join(datasets) or 'none'}."]
+    lines = [f"### {name}", f"{link(declared_component(name).paper)}. Presets: {', '.join(datasets) or 'none'}."]
     return [*lines, "\n".join(f"- {result}" for result in results)] if results else lines
 
 

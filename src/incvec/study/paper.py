@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from incvec.config import RunConfig, digest
-from incvec.engine.sweep import read_sweep
+from incvec.engine.sweep import read_runs
 from incvec.methods import find_method
 from incvec.metrics import clipped_forgetting
 from incvec.presets import changed_settings, resolve, sweeps
@@ -203,7 +203,7 @@ def records_of(config: RunConfig, records: Records) -> list[Record]:
 
 def sweep_configs(sweep: str) -> list[RunConfig]:
     """The runs of a packaged sweep."""
-    return [resolve(given) for given in read_sweep(sweeps()[sweep])]
+    return [resolve(given) for _, given in read_runs(sweeps()[sweep])]
 
 
 @cache

@@ -158,7 +158,7 @@ def _changed(record: Record, path: str | None) -> str | None:
     return settings_text(changes) or (f"as preset, in {folder}" if folder else None)
 
 
-def runs_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True) -> Table:
+def runs_table(rows: Sequence[RunRow], footnotes: bool = True) -> Table:
     """Changed settings are listed in numbered notes below the table, or after the runs' names."""
     notes: dict[str, int] = {}
     table_rows = []
@@ -170,4 +170,4 @@ def runs_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True) 
         table_rows.append(make_row(name, row.dataset, str(row.tasks), str(row.seed), *numbers, dim=dim))
     labels = ("tasks", "seed", "AA", "LA", "FM", "gap\nclosed", "seconds")  # 80 columns are enough
     note = "\n".join(f"[{index}] {text}" for text, index in notes.items())
-    return Table(["run", "data set", *map(Column, labels)], table_rows, title, note)
+    return Table(["run", "data set", *map(Column, labels)], table_rows, note=note)

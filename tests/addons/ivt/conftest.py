@@ -11,7 +11,7 @@ from torch import Tensor
 from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Stage, Task
 from incvec.ivt import IVT
-from incvec.nets.batchnorm import STATISTICS
+from incvec.ivt.batchnorm import STATISTICS
 from tests.addons.tools import Tensors, state_of, watch
 
 

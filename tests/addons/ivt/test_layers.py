@@ -14,7 +14,7 @@ from incvec.addons.ivt import IVTAddOn
 from incvec.contracts import Stage, Task
 from incvec.data import Dataset
 from incvec.engine import loop as stage_loop
-from incvec.nets.batchnorm import STATISTICS
+from incvec.ivt.batchnorm import STATISTICS
 from incvec.nets.resnet import Norm
 from tests.addons.ivt.conftest import Teleports, scale_of, split_state
 from tests.addons.tools import Tensors, record_batches, run_on, same, snapshot, state_of, watch

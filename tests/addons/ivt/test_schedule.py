@@ -13,10 +13,10 @@ from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.build import check_names
 from incvec.errors import ConfigError
-from incvec.presets import changed_settings, preset, resolve
+from incvec.presets import changed_settings, resolve
 from tests.addons.ivt.conftest import Teleports
 from tests.addons.tools import run_on, same
-from tests.conftest import make_run, quick
+from tests.conftest import make_run, preset, quick
 
 
 @pytest.mark.parametrize(

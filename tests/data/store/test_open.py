@@ -284,7 +284,7 @@ try:
 except (MemoryError, RuntimeError):
     pass
 data.train_images.placement = "streamed"
-views = make_views(data, 0.0, *data.normalization())
+views = make_views(data, 0.0, *data.normalizations["default"])
 source = make_source(data.train_images, data.train_labels, views, torch.device("cpu"))
 order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).view(-1, 2)
 source.ahead(order)

@@ -33,7 +33,7 @@ def sources(root: Path, device: str = "cpu") -> list[ImageSource]:
     both = []
     for placement in ("resident", "streamed"):
         data = load_dataset("packed", root, placement=placement)
-        views = make_views(data, 0.2, *data.normalization())
+        views = make_views(data, 0.2, *data.normalizations["default"])
         both.append(make_source(data.train_images, data.train_labels, views, torch.device(device)))
     return both
 
@@ -130,7 +130,7 @@ def test_an_epoch_can_be_interrupted(root: Path) -> None:
 def test_reading_ahead_is_limited(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = load_dataset("packed", root, placement="streamed")
     streamed = StreamedSource(
-        data.train_images, data.train_labels, make_views(data, 0.0, *data.normalization()), depth=3
+        data.train_images, data.train_labels, make_views(data, 0.0, *data.normalizations["default"]), depth=3
     )
     reads, enough = [], threading.Event()
     plain = streamed.reader.read
@@ -252,7 +252,7 @@ def test_more_steps_than_announced_are_an_error(root: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_resident_images_are_shared_while_in_use(root: Path, device: str) -> None:
     data = load_dataset("packed", root, placement="resident")
-    views = make_views(data, 0.0, *data.normalization())
+    views = make_views(data, 0.0, *data.normalizations["default"])
 
     def make() -> ImageSource:
         return make_source(data.train_images, data.train_labels, views, torch.device(device))

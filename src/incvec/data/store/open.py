@@ -68,7 +68,7 @@ class PartMetadata(BaseModel):
 
 
 class About(BaseModel):
-    """What store.json tells about the packed images."""
+    """The origin of the packed images, in store.json."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -11,11 +11,12 @@ shift s(t) of tap t = (dh, dw), the three products of a layer are
 each a matrix product whose left side is read shifted, straight from the image: nothing is unfolded in memory.
 A pixel's three neighbors in an image row lie one after the other, so `GROUP = 3` reads a whole row of taps as
 one run of 3C numbers (padded to 4C, which is a power of two) and takes three products instead of nine. `GROUP = 9`
-gathers all taps of the few channels of an image as one run.
+gathers all taps of an image, which has few channels, as one run.
 
-What surrounds a product is done to its tile while that is in registers (`END`), where that saves a pass over a map.
+`END` selects what follows a product (normalization, masking, an addition). It is applied to the tile in registers,
+which saves a pass over the map.
 
-Only `incvec.nets.launch` imports this module, when it first needs it: it needs triton.
+Only `incvec.nets.kernels.launch` imports this module, when a kernel is first launched: it needs triton.
 """
 
 from __future__ import annotations
@@ -184,9 +185,8 @@ def weigh(
 ):  # fmt: skip
     """The product to w over TURNS times BLOCK_P pixels, for TILES (1 or 3) times GROUP taps and BLOCK_N channels.
 
-    EVEN says that every program has that many pixels.
-    Each program writes its own part, laid out as the weights are; `add_up` sums the parts in a fixed order, so
-    that the result does not depend on who finished first.
+    EVEN: every program has that many pixels. Each program writes its own part, in the layout of the weights; `add_up`
+    sums the parts in a fixed order, so that the result does not depend on which program finished first.
     """
     tap = tl.program_id(1) * (GROUP * TILES)
     n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)

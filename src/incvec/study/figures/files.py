@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from incvec.errors import DataError
+from incvec.records import format_json
 from incvec.study.figures.canvas import save
 from incvec.study.figures.curvature import draw_curvature
 from incvec.study.figures.gap import draw_gap
@@ -60,14 +61,3 @@ def find_figures(paths: Iterable[Path]) -> list[Path]:
         else:
             raise DataError(f"{path} does not exist; give a JSON file of `incvec study`, or a folder with such files.")
     return sorted(files)
-
-
-def format_json(value: Any, depth: int = 0) -> str:
-    """JSON with one line per list of numbers, so that files stay small and their differences readable."""
-    indent = "\n" + " " * (depth + 1)
-    if isinstance(value, dict) and value:
-        rows = [f"{json.dumps(key)}: {format_json(item, depth + 1)}" for key, item in value.items()]
-        return "{" + indent + f",{indent}".join(rows) + indent[:-1] + "}"
-    if isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) for item in value):
-        return "[" + indent + f",{indent}".join(format_json(item, depth + 1) for item in value) + indent[:-1] + "]"
-    return json.dumps(value, ensure_ascii=False)

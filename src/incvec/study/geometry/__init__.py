@@ -1,4 +1,4 @@
-"""Experiments on finished runs and on your own models: paths, planes, curvature and the gap to the oracle."""
+"""Experiments on finished runs and on your own models: paths, planes and curvature."""
 
 from incvec.study.geometry.evaluation import EvaluationOptions, Scores, StateEvaluator
 from incvec.study.geometry.paths import barrier, path, positions

@@ -24,7 +24,7 @@ from incvec.data import ImageSource
 from incvec.data.source import inference_batch_size
 from incvec.engine.capture import capture_graph
 from incvec.errors import DataError
-from incvec.nets.batchnorm import recalibrate
+from incvec.ivt.batchnorm import recalibrate
 from incvec.nets.heads import ProxyHead
 from incvec.records import commit
 from incvec.study.geometry.snapshots import Snapshot

@@ -134,9 +134,7 @@ def read_snapshot(run: str | Path, task: int) -> tuple[dict[str, Tensor], dict[s
         raise missing_snapshot(run, task)
     repair = f"A run writes its snapshots once: move {run} away, and train it again with the same settings."
     tensors, metadata = read_tensors(file, repair)
-    check_header(metadata, file, repair)
-    if metadata.get("kind") != "snapshot":
-        raise CheckpointError(f"{file} is a {metadata.get('kind')}, expected the snapshot of a task.")
+    check_header(metadata, file, "snapshot", repair)
     try:
         resolve(metadata["config"])
     except ConfigError as error:
