@@ -212,9 +212,9 @@ class BatchFisher:
         if known is None:
             return False
         sums, unit = known
-        gradients = []
+        dtype, gradients = unit.dtype, []
         for _, gradient in pairs:
-            if gradient is None or gradient.dtype != unit.dtype or gradient.is_sparse:
+            if gradient is None or gradient.dtype != dtype or gradient.is_sparse:
                 return False
             gradients.append(gradient)
         flat = self._flat.get(names)
