@@ -140,6 +140,29 @@ def test_draws_have_the_mean_and_covariance_of_their_class() -> None:
     assert unaligned.labels.tolist() == [8, 8, 7]
 
 
+def test_features_that_do_not_fit_are_refused() -> None:
+    x, y = two_classes(each=10)
+    statistics = ClassStatistics()
+    statistics.add(x, y)
+    state = {name: value.clone() for name, value in statistics.state_dict().items()}
+    width = x.shape[1]
+    for features, labels in ((x[:, 1:], y + 2), (x[:, :, None], y + 2), (x, y[:5] + 2), (x, y[:, None] + 2)):
+        with pytest.raises(ValueError, match=f"expected one row of {width} features per label"):
+            statistics.add(features, labels)
+        with pytest.raises(ValueError, match=f"expected one row of {width} features per label"):
+            statistics.move(x, features, labels)
+    with pytest.raises(ValueError, match="not finite"):
+        statistics.add(x * math.nan, y + 2)
+    with pytest.raises(ValueError, match="not finite"):
+        statistics.move(x, x * math.inf, y)
+    with pytest.raises(ValueError, match="expected samples"):
+        statistics.move(x[:0], x[:0], y[:0])
+    with pytest.raises(ValueError, match="ridge=inf"):
+        statistics.move(x, x, y, ridge=math.inf)
+    for name, value in statistics.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
 def test_first_task_of_a_loop() -> None:
     """The loop of the module's docstring: nothing to move yet."""
     features, labels = two_classes(5)

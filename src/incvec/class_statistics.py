@@ -16,6 +16,7 @@ Depends on torch only. The add-on `carry` is this with any method of the lab.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Displacement(NamedTuple):
 
 
 def fit_displacement(before: Tensor, after: Tensor, weights: Tensor, ridge: float) -> Displacement:
-    """The weighted ridge regression of `after - before` on `before`, in float64. An infinite ridge: a translation."""
+    """The weighted ridge regression of `after - before` on `before`, in float64. A large ridge leaves a translation."""
     x, moved, w = before.double(), (after - before).double(), (weights / weights.sum()).double()[:, None]
     center, offset = (w * x).sum(0), (w * moved).sum(0)
     x, residual = x - center, moved - offset
@@ -111,6 +112,7 @@ class ClassStatistics:
     @torch.no_grad()
     def add(self, features: Tensor, labels: Tensor) -> None:
         """Add the classes after those known, from features of all their images."""
+        self._check(labels, features)
         first, classes = len(self), labels.unique().tolist()
         if not classes or classes != list(range(first, first + len(classes))):
             raise ValueError(f"expected the labels {first}, {first + 1}, ... of new classes, got {classes[:10]}")
@@ -129,6 +131,9 @@ class ClassStatistics:
         """
         if not len(self):
             return
+        self._check(labels, before, after)
+        if not len(labels) or not 0 <= ridge < math.inf:
+            raise ValueError(f"expected samples and a finite ridge from 0 up, got {len(labels)} and ridge={ridge}")
         moves = fit_displacement(before, after, class_weights(labels), ridge)
         shift = moves(self.means.double())
         self.shift = (shift.norm(dim=1).mean() / self.means.norm(dim=1).mean()).float()
@@ -137,6 +142,16 @@ class ClassStatistics:
         eye = torch.eye(self.means.shape[1], dtype=torch.float64, device=self.means.device)
         self.means = (self.means + shift).to(self.means)
         self.factors = torch.linalg.cholesky(covariances + JITTER * eye).to(self.means)
+
+    def _check(self, labels: Tensor, *features: Tensor) -> None:
+        width = self.means.shape[1] if len(self) else features[0].shape[-1]
+        shapes = [tuple(values.shape) for values in features]
+        if labels.dim() != 1 or any(shape != (len(labels), width) for shape in shapes):
+            raise ValueError(
+                f"expected one row of {width} features per label, got shapes {shapes} for {tuple(labels.shape)} labels"
+            )
+        if not all(bool(values.isfinite().all()) for values in features):
+            raise ValueError("the features have numbers that are not finite")
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Features and labels of `count` draws, every class equally likely."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from incvec.ivt.fisher import BatchFisher, add_flat_squares_
+from incvec.ivt.fisher import BatchFisher, add_flat_squares_, add_squares_
 from incvec.ivt.names import float_parameters, kernel_names
 
 from .loops import TORCH
@@ -29,6 +29,9 @@ def test_buffers_hold_sums_and_mean_leaves_them() -> None:
     assert fisher.mean()["b"].item() == pytest.approx(16 / 3)  # two of the three steps gave it nothing
     fisher.mean_()
     assert unscaled(fisher, "b").item() == pytest.approx(16 / 3)
+    count = fisher.counts()["a"].item()
+    fisher.accumulate([("a", None), ("b", None)])  # a step without any gradient
+    assert fisher.counts()["a"].item() == count + 1
     fisher.zero_()
     assert fisher.mean()["a"].tolist() == [0.0, 0.0]
     fisher.mean_()  # of no step at all
@@ -133,6 +136,21 @@ def test_ratios_of_squares_survive_tiny_and_huge_gradients(size: float) -> None:
     small, large = fisher.sums["p"].tolist()
     assert large / small == pytest.approx(9, rel=1e-6 if size > 1e-28 else 0.1)
     assert small == pytest.approx(size**2 * 2.0**64, rel=1e-6 if size > 1e-28 else 0.1)
+
+
+def test_the_way_of_a_cpu_gives_the_same_bits() -> None:
+    """As the way of other devices, which scales the gradients first: of all sizes, also those that have no square."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        size = torch.logspace(-44, 38, 3001, dtype=torch.float64)
+        gradient = (size * torch.randn(3001, generator=generator, dtype=torch.float64)).to(dtype)
+        gradient[:3] = torch.tensor([0.0, float("inf"), float("nan")])
+        for start in (0.0, torch.rand(3001, generator=generator, dtype=dtype) * size.to(dtype).square() * 2.0**64):
+            total = torch.zeros_like(gradient) + start
+            scaled = gradient * 2.0**32
+            expected = total.addcmul(scaled, scaled)
+            add_squares_([total], [gradient])
+            torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_the_way_of_captured_steps_gives_the_same_bits() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .batchnorm import batchnorm_layers
 from .core import Core
@@ -52,6 +53,18 @@ def warn_about_gone(gone: Sequence[str], warn: Warner) -> None:
             f"gone {gone}",
             f"the model no longer has {len(gone)} of the parameters of earlier tasks, such as {gone[0]!r}; their "
             "Fisher is dropped. If they were renamed or merged, name them: begin_task(past={new name: old name})",
+        )
+
+
+def warn_about_left_out(core: Core, optimizers: Sequence[Optimizer], task: int, warn: Warner) -> None:
+    """An optimizer with parameters that the model no longer has, and without some that it has."""
+    grouped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for name, p in core.parameters.items() if p.requires_grad and id(p) not in grouped]
+    if left_out and not grouped <= {id(p) for p in core.model.parameters()}:
+        warn(
+            f"left out {task}",
+            f"{left_out[0]!r} requires gradients but is in no group of the optimizer, which has parameters that the "
+            "model does not have. Was it made before the model grew? Make it afterwards",
         )
 
 

@@ -163,7 +163,16 @@ class Core:
             if name not in self.anchor and gradient is not None:
                 self.admit({name: parameter})
             named[name] = gradient
-        self.fisher.accumulate(named.items(), grad_scale=grad_scale, found_inf=found_inf)
+        try:
+            self.fisher.accumulate(named.items(), grad_scale=grad_scale, found_inf=found_inf)
+        except RuntimeError as error:
+            for name, gradient in named.items():
+                if gradient is not None and gradient.device != self.fisher.sums[name].device:
+                    raise RuntimeError(
+                        f"parameter {name!r} was on {self.fisher.sums[name].device} when the task began and is on "
+                        f"{gradient.device} now: move the model first, then call begin_task()"
+                    ) from error
+            raise
 
     @torch.no_grad()
     def set_fisher(self, fisher: Mapping[str, Tensor]) -> None:

@@ -57,6 +57,10 @@ def in_chunks(tensors: Sequence[Tensor]) -> Iterator[slice]:
 
 def add_squares_(sums: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """sums += (2^32 gradient)^2, in place: the way with the least work on the host."""
+    if gradients and all(gradient.is_cpu for gradient in gradients):
+        # A CPU computes (2^64 gradient) gradient: the same bits without a copy. CUDA would square the gradient first.
+        torch._foreach_addcmul_(list(sums), list(gradients), list(gradients), 2.0**EXPONENT)
+        return
     for part in in_chunks(gradients):
         scaled = torch._foreach_mul(list(gradients[part]), _GRADIENT_FACTOR)
         torch._foreach_addcmul_(list(sums[part]), scaled, scaled)
@@ -208,9 +212,9 @@ class BatchFisher:
         if known is None:
             return False
         sums, unit = known
-        gradients = []
+        dtype, gradients = unit.dtype, []
         for _, gradient in pairs:
-            if gradient is None or gradient.dtype != unit.dtype or gradient.is_sparse:
+            if gradient is None or gradient.dtype != dtype or gradient.is_sparse:
                 return False
             gradients.append(gradient)
         flat = self._flat.get(names)

@@ -16,11 +16,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .batchnorm import Probe, batchnorm_layers, recalibrate, running_statistics
+from .checks import Warner
 from .names import unwrap
 from .processes import process_group
 
 INPUT_BATCHES = 4  # remembered for batchnorm="layer"; their statistics, as one batch, define a map
 INPUT_BYTES = 1 << 28  # limit for them; at least one batch is used
+MISSING = (
+    'batchnorm="layer" and "recalibrate" need inputs of the model, but it was not called in train mode: call the model '
+    "itself, not its parts, or give IVT(probe=...)"
+)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -45,11 +50,12 @@ class Recorder:
 class Inputs:
     """Inputs of the model's last calls in training, and which of its BatchNorm layers were in train mode then."""
 
-    def __init__(self, model: nn.Module, probe: Probe | None) -> None:
+    def __init__(self, model: nn.Module, probe: Probe | None, warn: Warner) -> None:
         # DDP calls the module inside it, and a model that has grown gets a new wrapper.
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._wrapper = model
         self._probe = probe
+        self._warn = warn
         self._calls: deque[Call] = deque(maxlen=INPUT_BATCHES)
         self._norms: list[nn.Module] = []
         self._handle: Any = None
@@ -66,6 +72,11 @@ class Inputs:
         self._handle = None
         self._calls.clear()
 
+    def check(self) -> None:
+        """Warn at a step if the model has not been called."""
+        if self._handle is not None and not self._calls:
+            self._warn("inputs", MISSING)
+
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._calls:
             self._norms = [norm for norm in batchnorm_layers(unwrap(self.model)).values() if norm.training]
@@ -78,10 +89,7 @@ class Inputs:
             yield self._probe
             return
         if not self._calls:
-            raise RuntimeError(
-                'batchnorm="layer" needs inputs of the model, but in this epoch it was not called in train mode. '
-                "Call the model itself, not its parts, or give IVT(probe=...)"
-            )
+            raise RuntimeError(MISSING)
         args, kwargs = joined(list(self._calls))
         with self._training_modes():
             yield lambda: unwrap(self.model)(*args, **kwargs)
@@ -111,16 +119,17 @@ class Inputs:
         for tensor in [*model.parameters(), *running_statistics(model).values()]:
             torch.distributed.broadcast(tensor.detach(), source, group=group)
 
-    def recalibrate(self) -> bool:
-        """Re-estimate the running statistics of norms that were in train mode. Returns whether there were inputs."""
+    def recalibrate(self) -> None:
+        """Re-estimate the running statistics of norms that were in train mode; without inputs they stay as they are."""
         model, probe, calls = unwrap(self.model), self._probe, list(self._calls)
         with self._training_modes():
             if probe is not None:
                 recalibrate(model, [None], lambda _: probe())
             elif calls:
                 recalibrate(model, calls, lambda call: model(*call[0], **call[1]), self._norms)
+            else:
+                self._warn("inputs", MISSING)
         self.share()
-        return probe is not None or bool(calls)
 
 
 def joined(calls: Sequence[Call]) -> Call:

@@ -59,6 +59,11 @@ class Listener:
         return before
 
 
+def refuse_lbfgs(optimizers: Iterable[Optimizer]) -> None:
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise RuntimeError("LBFGS evaluates its closure several times per step; IVT needs one gradient per step")
+
+
 def accumulate_in(
     core: Core, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], last: bool
 ) -> Step | None:
@@ -67,8 +72,7 @@ def accumulate_in(
     A closure computes gradients within the step, and hooks that follow (if this is not the `last`) may still change
     them. Then they are read within the step, in a closure: after all hooks, before the optimizer reads them.
     """
-    if isinstance(optimizer, LBFGS):
-        raise RuntimeError("LBFGS evaluates its closure several times per step; IVT needs one gradient per step")
+    refuse_lbfgs([optimizer])
     # A bound method's arguments begin with the optimizer itself.
     position = next((i for i, argument in enumerate(args) if i > 0 or argument is not optimizer), None)
     closure = kwargs.get("closure", None if position is None else args[position])

@@ -7,6 +7,7 @@ from typing import Any, Union
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 Predicate = Callable[[str, nn.Parameter], bool]
@@ -70,9 +71,14 @@ def float_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_supported(model: nn.Module, left_alone: Iterable[str]) -> None:
-    """Raise TypeError for trained parameters that IVT has no Fisher for: complex and sharded ones."""
+    """Raise TypeError for trained parameters that IVT has no Fisher for: complex, sharded and uninitialized ones."""
     left_alone = set(left_alone)
     for name, parameter in unwrap(model).named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise TypeError(
+                f"{name!r} is of a lazy module and has no shape yet: call the model on a batch first, then make the "
+                "optimizer and call begin_task()"
+            )
         if not parameter.requires_grad or clean(name) in left_alone:
             continue
         if parameter.is_complex():
@@ -89,13 +95,22 @@ def check_supported(model: nn.Module, left_alone: Iterable[str]) -> None:
 
 def exclusions(given: Iterable[Excluded] | Excluded) -> tuple[Excluded, ...]:
     """One or several of them, as a tuple."""
-    single = isinstance(given, (str, nn.Module)) or callable(given)
-    return (given,) if single else tuple(given)  # type: ignore[return-value,arg-type]
+    single = not isinstance(given, Iterable) or isinstance(given, (str, nn.Module))
+    result: tuple[Any, ...] = (given,) if single else tuple(given)  # type: ignore[arg-type]
+    for item in result:
+        if not (isinstance(item, (str, nn.Module)) or callable(item)):
+            raise TypeError(f"exclude: expected prefixes of names, modules or predicates, got {type(item).__name__}")
+    return result
 
 
 def excluded_names(model: nn.Module, excluded: Sequence[Excluded]) -> frozenset[str]:
-    """Names of the parameters that the prefixes, modules and predicates select; each has to select some."""
-    parameters = {clean(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    """Names of the parameters that the prefixes, modules and predicates select; each has to select some.
+
+    A tied parameter has several names, any of which selects it.
+    """
+    model = unwrap(model)
+    first = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    parameters = {clean(name): p for name, p in model.named_parameters(remove_duplicate=False)}
     found: set[str] = set()
     for item in excluded:
         if isinstance(item, str):
@@ -104,18 +119,16 @@ def excluded_names(model: nn.Module, excluded: Sequence[Excluded]) -> frozenset[
         elif isinstance(item, nn.Module):
             own = {id(parameter) for parameter in item.parameters()}
             chosen = [name for name, parameter in parameters.items() if id(parameter) in own]
-        elif callable(item):
+        else:
             chosen = [name for name, parameter in parameters.items() if item(name, parameter)]
             if not chosen:
                 continue  # a predicate may have nothing to select yet
-        else:
-            raise TypeError(f"exclude: expected prefixes of names, modules or predicates, got {type(item).__name__}")
         if not chosen:
             what = repr(item) if isinstance(item, str) else f"the given {type(item).__name__}"
             raise ValueError(
                 f"exclude: {what} matches no parameter of the model; its names are {list(parameters)[:5]}, ..."
             )
-        found.update(chosen)
+        found.update(first[id(parameters[name])] for name in chosen)
     return frozenset(found)
 
 

@@ -22,18 +22,19 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from . import names
 from .batchnorm import Probe, batchnorm_layers
-from .checks import Endings, check_parameters, warn_about_batchnorm, warn_about_gone
+from .checks import Endings, check_parameters, warn_about_batchnorm, warn_about_gone, warn_about_left_out
 from .core import BatchNormChoice, Core, Memory
 from .fisher import Structure, check_choice
 from .inputs import Inputs
-from .listening import Listener, Watched
+from .listening import Listener, Watched, refuse_lbfgs
 from .names import Excluded, Past, exclusions, float_parameters, unwrap
 from .optimizer_state import reset_state
 from .processes import gradients_of, measured_fisher
-from .schedule import FisherLoss, Last, Schedule
+from .schedule import FisherLoss, Last, Schedule, check_epochs
 from .statistics import ReportRow, TeleportRow, report_rows, teleport_rows
 
 OptimizerState = Literal["keep", "reset"]
@@ -107,7 +108,7 @@ class IVT(Schedule):
         self.model = model
         self.core = Core(unwrap(model), structure, memory, layers=batchnorm == "layer")
         self._listener = Listener(self)
-        self._inputs = Inputs(model, probe)
+        self._inputs = Inputs(model, probe, self._warn)
         self._grown: set[str] = set()  # tensors that have grown since an earlier task
         self._endings = Endings()
         if batchnorm is None:
@@ -167,14 +168,14 @@ class IVT(Schedule):
         earlier tasks, several names whose rows follow each other, or None for a tensor without a past. By default a
         tensor continues the one of its own name: new parameters have no past, and rows added to dimension 0 have none.
         """
-        self._require_no_task(epochs)
-        optimizers = names.optimizers_of(optimizer)
+        self._require_no_task()
+        epochs = check_epochs("epochs", epochs, "if unknown")
+        optimizers = self._optimizers(optimizer)
         if self.optimizer_state == "reset" and not optimizers:
             raise ValueError("optimizer_state='reset' needs to know the optimizer: begin_task(optimizer)")
-        core = self.core
-        core.read_parameters()
-        left_alone = self._left_alone()
+        core, left_alone = self.core, self._left_alone()
         names.check_supported(core.model, left_alone)
+        core.read_parameters()
         trained = names.trained(core.parameters, optimizers or None)
         if not trained:
             raise ValueError(
@@ -197,6 +198,8 @@ class IVT(Schedule):
         self._listener.attach(optimizers)
         self._remember_inputs()
         warn_about_gone(gone, self._warn)
+        if optimizers:
+            warn_about_left_out(core, optimizers, self._task, self._warn)
         self._warn_about_schedule()
 
     def _left_alone(self) -> frozenset[str]:
@@ -231,6 +234,8 @@ class IVT(Schedule):
             return
         parameters = [p for p in (self.core.parameters[name] for name in self.core.anchor) if p.requires_grad]
         gradients = gradients_of(self.model, loss, parameters)
+        if all(gradient is None for gradient in gradients):
+            raise ValueError("collect(): the loss depends on no parameter of this task; is it of another model?")
         self.core.accumulate(zip(parameters, gradients, strict=True))
         self._seen = True
 
@@ -254,8 +259,7 @@ class IVT(Schedule):
         step starts new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
         """
         self._require_task("teleport()")
-        if self.fisher_loss == "own" and not self.core.fisher.seen and self._task > 1:
-            self._warn("no F", "teleport() without an F_t in this task: call collect(loss) in the epochs before it")
+        self._check_fisher()
         layers = self.core.layers and self._task > 1 and bool(batchnorm_layers(self.core.model))
         with self._inputs.probing() if layers else nullcontext() as probe:
             moved = self.core.teleport(self._left_alone(), probe, self._epoch)
@@ -272,23 +276,13 @@ class IVT(Schedule):
         self._require_task("end_task()")
         check_parameters(self.core, self._task, self._warn)
         self._check_steps()
-        if self.batchnorm == "recalibrate" and batchnorm_layers(self.core.model) and not self._inputs.recalibrate():
-            self._warn(
-                "recalibrate",
-                'batchnorm="recalibrate" needs inputs of the model, but it was not called in train mode: the running '
-                "statistics stay as they are. Call the model itself, not its parts, or give IVT(probe=...)",
-            )
+        if self.batchnorm == "recalibrate" and batchnorm_layers(self.core.model):
+            self._inputs.recalibrate()
         self._end()
 
     def _end(self) -> None:
         self._endings.record(self.core.parameters)
-        unknown = self.core.end()
-        if unknown:
-            self._warn(
-                f"unknown {self._task}",
-                f"{unknown} weights had gradients in task {self._task}'s last epoch whose squares are not finite: the "
-                "task adds nothing to their Fisher",
-            )
+        self._warn_about_unknown(self.core.end())
         self._leave()
 
     def _leave(self) -> None:
@@ -314,8 +308,8 @@ class IVT(Schedule):
         """
         if self._in_task or self._task:
             raise RuntimeError("begin_with() comes before the first begin_task()")
-        self.core.read_parameters()
         names.check_supported(self.core.model, self._left_alone())
+        self.core.read_parameters()
         trained = names.trained(self.core.parameters)
         fisher = measured_fisher(self.model, trained, self.core.kernels, (loss(batch) for batch in batches))
         self.core.begin(trained)
@@ -333,8 +327,18 @@ class IVT(Schedule):
         if not self._in_task:
             raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
         self._copied = False
-        self._listener.attach(tuple(each for given in optimizers for each in names.optimizers_of(given)))
+        self._listener.attach(self._optimizers(*optimizers))
         self._remember_inputs()
+
+    def _optimizers(self, *given: Any) -> tuple[Optimizer, ...]:
+        optimizers = tuple(each for one in given for each in names.optimizers_of(one))
+        if self.fisher_loss == "whole":
+            refuse_lbfgs(optimizers)
+        return optimizers
+
+    def _count_step(self) -> bool:
+        self._inputs.check()
+        return super()._count_step()
 
     def _remember_inputs(self) -> None:
         if self.batchnorm != "keep" and batchnorm_layers(self.core.model):
@@ -393,4 +397,4 @@ class IVT(Schedule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._listener = Listener(self)
-        self._inputs = Inputs(self.model, self.probe)
+        self._inputs = Inputs(self.model, self.probe, self._warn)

@@ -25,8 +25,12 @@ def gradients_of(
     model: nn.Module, loss: Tensor, parameters: Sequence[nn.Parameter], keep_graph: bool = True
 ) -> list[Tensor | None]:
     """Gradients of a scalar, averaged over the processes; `.grad` stays as it is."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"expected the loss as a tensor, got {type(loss).__name__}")
     if loss.dim() > 0:
         raise ValueError(f"expected a scalar loss, got shape {tuple(loss.shape)}: take its mean")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph: it was detached, or computed without gradients")
     gradients: list[Tensor | None] = []
     gradients += torch.autograd.grad(loss, parameters, retain_graph=keep_graph, allow_unused=True)
     group = process_group(model)

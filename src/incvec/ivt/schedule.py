@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Literal
 
 from .checks import Warner
@@ -15,6 +16,15 @@ Last = Literal["skip", "teleport"]
 FisherLoss = Literal["whole", "own"]
 
 
+def check_epochs(name: str, value: int | None, otherwise: str) -> int | None:
+    """A number of epochs as an int; NumPy's are accepted."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__") or index(value) < 1:
+        raise ValueError(f"{name}={value!r}: give a number of epochs from 1 up, or None {otherwise}")
+    return index(value)
+
+
 class Schedule:
     """The options that decide when, and the counters of tasks and epochs."""
 
@@ -23,9 +33,7 @@ class Schedule:
     def __init__(self, interval: int | None, last: Last, fisher_loss: FisherLoss) -> None:
         check_choice("last", last, Last)
         check_choice("fisher_loss", fisher_loss, FisherLoss)
-        if interval is not None and (not isinstance(interval, int) or isinstance(interval, bool) or interval < 1):
-            raise ValueError(f"interval={interval!r}: give a number of epochs from 1 up, or None for no schedule")
-        self.interval = interval
+        self.interval = check_epochs("interval", interval, "for no schedule")
         self.last = last
         self.fisher_loss = fisher_loss
         self._task = self._epoch = 0
@@ -96,14 +104,12 @@ class Schedule:
                 "call attach(optimizer), or abandon_task()"
             )
 
-    def _require_no_task(self, epochs: int | None) -> None:
+    def _require_no_task(self) -> None:
         if self._in_task:
             raise RuntimeError(
                 f"begin_task() inside task {self._task}: call end_task() first, or abandon_task() to forget the task "
                 "(to go on with a loaded state, only attach() the optimizer)"
             )
-        if epochs is not None and (not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1):
-            raise ValueError(f"epochs={epochs!r}: give the task's number of epochs, from 1 up, or None if unknown")
 
     def _warn_about_schedule(self) -> None:
         if self._task < 2 or self.interval is None:
@@ -133,6 +139,19 @@ class Schedule:
         if self.epochs is not None and self._epoch >= self.epochs:
             text = f"epoch {self._epoch + 1} of a task that was to have {self.epochs} epochs"
             self._warn(f"longer {self._task}", text)
+
+    def _check_fisher(self) -> None:
+        """Warn about a teleport that has no F_t."""
+        if self.fisher_loss == "own" and not self.core.fisher.seen and self._task > 1:
+            self._warn("no F", "teleport() without an F_t in this task: call collect(loss) in the epochs before it")
+
+    def _warn_about_unknown(self, weights: int) -> None:
+        if weights:
+            self._warn(
+                f"unknown {self._task}",
+                f"{weights} weights had gradients in task {self._task}'s last epoch whose squares are not finite: the "
+                "task adds nothing to their Fisher",
+            )
 
     def _remedy(self) -> str:
         if self.fisher_loss == "own":
