@@ -6,8 +6,9 @@
 The table is the paper's first, on CIFAR-100: 14 rows with 5, 10 and 25 increments and three seeds. The work of a run
 are the seconds in our records (results/cifar100): of its base task, from a run that trained one, and of its
 increments, the fewest of all records with the presets' settings of the method. They were measured on an H200 that other
-runs shared, so that they are upper bounds. Runs on one GPU share it: eight together have the throughput of
-results/benchmarks/throughput.json, and numbers between are interpolated.
+runs shared, so that they are upper bounds, except that a task in which a run was resumed counts from then on. Runs on
+one GPU share it: eight together have the throughput of results/benchmarks/throughput.json, and numbers between are
+interpolated.
 
 Nothing fails, no time passes between two runs, and no data is loaded. `waiting` is the share of the GPUs' time that is
 lost because runs wait for base tasks, `nothing_left` the share in which only the last runs are trained.

@@ -20,7 +20,8 @@ from rich.console import Console
 
 import incvec
 from incvec.atomic_files import FileLock
-from incvec.cli.sweep import plan, run_sweep
+from incvec.cli.progress import RunStatus
+from incvec.cli.sweep import plan, report_failed, run_sweep
 from incvec.config import RunConfig
 from incvec.data import Dataset
 from incvec.engine import events as ev
@@ -263,6 +264,13 @@ def test_error_of_a_failed_run_is_printed_verbatim(
     assert "TrainingError: no file [/tmp/x] for [red]" in shown
     assert "found [/tmp/a]" in shown
     assert finished(tmp_path / "out") == ["replay"]
+
+
+def test_reason_of_several_failures_is_printed_once() -> None:
+    states = [("a", "failed", "disk full"), ("b", "finished", ""), ("c", "failed", "disk full"), ("d", "failed", "bad")]
+    console = Console(file=io.StringIO(), width=200)
+    assert report_failed([RunStatus(name, state, error=error) for name, state, error in states], console) == 3
+    assert console.file.getvalue() == "failed a and 1 other: disk full\nfailed d: bad\n"  # type: ignore[attr-defined]
 
 
 def test_failed_run_gives_exit_code_1_and_is_tried_again(tmp_path: Path) -> None:

@@ -122,7 +122,11 @@ class LocalCluster:
         """Node, process and runs of every worker."""
         import ray
 
-        found: list[tuple[str, int, list[int]]] = ray.get(self.coordinator().workers.remote())
+        def describe(coordinator: Any) -> list[tuple[str, int, list[int]]]:
+            places = coordinator.queue.places
+            return [(places[name].node, coordinator.members[name].pid, list(places[name].jobs)) for name in places]
+
+        found: list[tuple[str, int, list[int]]] = ray.get(self.coordinator().__ray_call__.remote(describe))
         return found
 
     def kill_node(self, node_id: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from incvec.engine import events as ev
 from incvec.engine.scheduler import Failed, Requeued
-from incvec.errors import TrainingError
+from incvec.errors import ConfigError, TrainingError
 
 ray = pytest.importorskip("ray")
 
@@ -30,6 +31,16 @@ class Coordinator:
     def remote(self, since: int) -> Progress:
         self.asked.append(since)
         return self.answers.pop(0)
+
+
+@pytest.mark.parametrize("port", ["1", "99999999"])
+def test_address_without_a_cluster_is_refused_at_once(port: str) -> None:
+    """Ray itself would try for minutes."""
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"cannot connect to a Ray cluster at '127.0.0.1:{port}'.*ray start --head"):
+        client.connect(f"127.0.0.1:{port}")
+    assert time.monotonic() - began < 2 * client.CONNECT_TIMEOUT
+    assert not ray.is_initialized()
 
 
 def test_runs_of_a_lost_coordinator_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from incvec.cluster.job import ClusterSweep
 from incvec.cluster.queue import MAX_FAILURES
@@ -20,8 +22,10 @@ from tests.conftest import quick
 ray = pytest.importorskip("ray")
 
 from incvec.cluster import coordinator as module  # noqa: E402
+from incvec.cluster import worker as worker_module  # noqa: E402
 from incvec.cluster.coordinator import Coordinator, Progress, raised_by_worker  # noqa: E402
 from incvec.cluster.storage import Storage  # noqa: E402
+from incvec.cluster.worker import Worker  # noqa: E402
 
 RUNS = tuple((f"run-{seed}", resolve(quick("finetune", seed=seed))) for seed in range(3))
 
@@ -59,6 +63,19 @@ def test_storage_out_of_reach_is_tried_for_one_run_alone(tmp_path: Path, monkeyp
     ended = outcome(ClusterSweep("sweep", RUNS, str(tmp_path)))
     assert tried == ["run-0"]
     assert errors(ended) == ["the storage cannot be used"] * 3
+
+
+def test_worker_that_does_not_see_the_storage_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[str] = []
+    sweep = ClusterSweep("sweep", RUNS, str(tmp_path / "missing"), cores=torch.get_num_threads())
+    coordinator = SimpleNamespace(join=SimpleNamespace(remote=lambda name, *_: joined.append(name)))
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    monkeypatch.setattr(worker_module, "node_name", lambda: "node")
+    monkeypatch.setenv("INCVEC_SCRATCH", str(tmp_path))
+    with pytest.raises(StorageError, match="does not exist on this node"):
+        Worker("w", sweep, coordinator).work()
+    assert joined == ["w"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unexpected_error_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

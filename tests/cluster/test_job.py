@@ -160,6 +160,28 @@ def test_data_source_needs_a_place_on_the_nodes(tmp_path: Path) -> None:
     assert "needs --data-root" in message(result)
 
 
+@pytest.mark.parametrize("on", ["ray", "slurm"])
+def test_a_device_by_number_is_refused_before_anything_starts(on: str, tmp_path: Path) -> None:
+    result = invoke("sweep", "digits", "--on", on, "--set", "device=cuda:0", "--out", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "has device=cuda:0; on a cluster every worker has a GPU of its own" in message(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_attach_or_stop(tmp_path: Path) -> None:
+    result = invoke("sweep", "digits", "--attach", "--stop", "--address", "10.0.0.1:1", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "give one of them" in message(result)
+
+
+def test_dry_run_finds_what_is_in_the_storage(tmp_path: Path) -> None:
+    given = ["sweep", "digits", "--on", "ray", "--storage", tmp_path, "--dry-run"]
+    folder = invoke(*given).stdout.split()[2]
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "record.json").touch()
+    assert invoke(*given).stdout.startswith(f"finished {folder}")
+
+
 @pytest.mark.parametrize("option", ["--attach", "--stop"])
 def test_a_running_sweep_is_found_by_its_address(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from incvec.cluster.job import ClusterSweep
+from incvec.presets import resolve
 from tests.cluster.conftest import (
     BASES,
     RUNS,
@@ -24,8 +26,11 @@ from tests.cluster.conftest import (
     trained_bases,
     until,
 )
+from tests.conftest import quick
 
 ray = pytest.importorskip("ray")
+
+from incvec.cluster import client  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +123,19 @@ def test_full_disk_on_one_node(cluster: LocalCluster, local: Path, tmp_path: Pat
     assert "queued again: digits-podnet" in log
     assert "File too large" in log
     same_sweep(out, local)
+
+
+def test_command_given_twice_at_once(cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one does not see the first one's coordinator yet, and cannot start another one."""
+    sweep = ClusterSweep("sweep", (("run", resolve(quick("finetune"))),), str(tmp_path), workers=1)
+    client.start(sweep)
+    find, searches = client.find, iter([None])
+    monkeypatch.setattr(client, "find", lambda name: next(searches, find(name)))
+    second = client.start(sweep)
+    (named,) = ray.util.list_named_actors()
+    assert ray.get(second.coordinator.describe.remote())[1] == sweep.identity
+    assert second.names == ["run"]
+    assert named == sweep.name
 
 
 def test_killed_coordinator(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:

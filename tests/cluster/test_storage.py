@@ -15,7 +15,7 @@ import pytest
 from incvec.atomic_files import write_bytes
 from incvec.cluster import storage as module
 from incvec.cluster.job import absolute
-from incvec.cluster.storage import Storage, fetch_folder, scratch_folder
+from incvec.cluster.storage import Storage, check_storage, fetch_folder, scratch_folder
 from incvec.data import Dataset
 from incvec.engine import events as ev
 from incvec.engine.run import finish
@@ -194,6 +194,30 @@ def test_a_checkpoint_that_cannot_be_removed_is_no_failure(tmp_path: Path, monke
     monkeypatch.setattr(storage._files, "rm_file", refuse)
     storage.finish("run")
     assert not (tmp_path / "scratch/run").exists()
+
+
+def test_storage_is_checked_before_anything_starts(address: str, tmp_path: Path) -> None:
+    """Something is written, and nothing is left."""
+    check_storage(address)
+    assert listing(address) == set()
+    check_storage(str(tmp_path / "new/folder"))
+    assert list((tmp_path / "new/folder").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"could not write .*/file/.*a folder that all nodes may write to"):
+        check_storage(str(tmp_path / "file"))
+
+
+def test_address_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RETRIES", ())
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be used"):
+        check_storage(f"file://{tmp_path}/file")
+
+
+def test_node_that_does_not_see_the_folder_is_refused(tmp_path: Path) -> None:
+    """Its runs would be on its own disk, where nobody looks for them."""
+    with pytest.raises(StorageError, match="missing does not exist on this node"):
+        Storage(str(tmp_path / "missing"), tmp_path)
 
 
 def test_address_of_an_unknown_kind() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from incvec.cli.common import say
-from incvec.cluster.job import ClusterSweep, absolute, check_devices
+from incvec.cluster.job import ClusterSweep, absolute, check_devices, is_address
 from incvec.cluster.slurm import SlurmJob, make_script
 from incvec.cluster.slurm import submit as submit_script
 from incvec.config import RunConfig
@@ -20,7 +20,7 @@ from incvec.file_names import safe_name
 if TYPE_CHECKING:
     from incvec.cluster import client
 
-__all__ = ["Options", "SlurmJob", "attach", "connect", "stop", "submit", "train"]
+__all__ = ["Options", "SlurmJob", "attach", "check_devices", "connect", "stop", "submit", "train"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ def connect(options: Options) -> bool:
 
 def train(title: str, planned: Sequence[tuple[str, RunConfig]], check: Check | None, options: Options) -> int:
     """Train the unfinished runs of a sweep on Ray; returns the number of runs that failed."""
-    check_devices(dict(planned))
     sweep, own = start(title, planned, check, options)
     return follow(sweep, options, own)
 
@@ -59,12 +58,15 @@ def start(
     """Start a sweep, or find the one that is running. Also returns whether the cluster ends with this process."""
     own = connect(options)
     from incvec.cluster import client
+    from incvec.cluster.storage import check_storage
     from incvec.cluster.versions import own_versions
 
+    storage = absolute(options.storage)
+    check_storage(storage)
     sweep = ClusterSweep(
         title,
         tuple(planned),
-        absolute(options.storage),
+        storage,
         check,
         None if options.data_root is None else str(options.data_root.expanduser().resolve()),
         options.download,
@@ -107,7 +109,7 @@ def follow(sweep: client.Sweep, options: Options, own: bool = False) -> int:
         raise
     failed = report_failed(runs, console)
     sweep.close()
-    if "://" in sweep.storage:
+    if is_address(sweep.storage):
         copy_records(sweep, options.out)
     return failed
 

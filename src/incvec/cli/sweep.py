@@ -17,6 +17,7 @@ from rich.text import Text
 
 from incvec.addons import ADDONS
 from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, option, say
+from incvec.cluster.job import is_address
 from incvec.config import RunConfig, assign
 from incvec.engine.sweep import Check, data_key, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
@@ -159,10 +160,13 @@ def sweep(
         raise ConfigError(f"{', '.join(unused)}: only with --on slurm.")
     if on is Where.SLURM and address is not None:
         raise ConfigError("--address: only with --on ray; a Slurm job starts its own cluster.")
+    if attach and stop:
+        raise ConfigError("--attach and --stop: give one of them.")
     if data_source is not None and data_root is None:
         raise ConfigError("--data-source needs --data-root, the folder of each node that it is copied to.")
     if (on is Where.LOCAL and not attach and not stop) or (dry_run and on is not Where.SLURM):
-        failed = run_sweep(name, out, data_root, settings or (), at_once, only, dry_run, seeds=seeds)
+        folder = out if storage is None or is_address(storage) else Path(storage)
+        failed = run_sweep(name, folder, data_root, settings or (), at_once, only, dry_run, seeds=seeds)
     else:
         from incvec.cli import cluster
 
@@ -190,6 +194,7 @@ def sweep(
             failed = cluster.attach(name, options)
         else:
             planned, check = select_runs(name, settings or (), only, seeds, data_root)
+            cluster.check_devices(dict(planned))
             if on is Where.SLURM:
                 source = str(Path(name).resolve()) if Path(name).is_file() and name not in sweeps() else name
                 arguments = [source, *(text for setting in settings or () for text in ("--set", setting))]
@@ -225,11 +230,15 @@ def run_sweep(
 
 
 def report_failed(runs: Sequence[RunStatus], console: Console) -> int:
-    """Print why runs have failed; returns their number."""
-    failed = [run for run in runs if run.state == "failed"]
-    for run in failed:
-        console.print(Text.assemble(("failed", "red"), f" {run.name}: {run.error}"), soft_wrap=True)
-    return len(failed)
+    """Print why runs have failed, each reason once; returns their number."""
+    reasons: dict[str, list[str]] = {}
+    for run in runs:
+        if run.state == "failed":
+            reasons.setdefault(run.error, []).append(run.name)
+    for error, names in reasons.items():
+        others = f" and {len(names) - 1} other{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+        console.print(Text.assemble(("failed", "red"), f" {names[0]}{others}: {error}"), soft_wrap=True)
+    return sum(map(len, reasons.values()))
 
 
 def select_runs(

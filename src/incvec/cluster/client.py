@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from incvec.errors import ConfigError, TrainingError
 NAMESPACE = "incvec"
 POLL_INTERVAL = 0.5  # seconds
 RESTART_TIMEOUT = 120.0  # seconds for a coordinator to be started again on another node
+CONNECT_TIMEOUT = 10.0  # seconds for the head of the cluster to accept a connection
 
 
 def connect(address: str | None) -> bool:
@@ -41,13 +43,21 @@ def connect(address: str | None) -> bool:
         ray.init(address="local", include_dashboard=False, **options)
         return True
     try:
+        check_reachable(address)
         ray.init(address=address, **options)
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:  # also for a wrong token
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:  # also for a wrong token
         raise ConfigError(
             f"cannot connect to a Ray cluster at {address!r} ({error}). Start one with `ray start --head`, or leave "
             "out --address and RAY_ADDRESS to use this machine alone."
         ) from None
     return False
+
+
+def check_reachable(address: str) -> None:
+    """Connect to HOST:PORT once: Ray would try for minutes. Other addresses are left to Ray."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        socket.create_connection((host.strip("[]"), port), CONNECT_TIMEOUT).close()
 
 
 @dataclass
@@ -134,19 +144,19 @@ def start(sweep: ClusterSweep) -> Sweep:
         ray.kill(running, no_restart=True)  # it has ended, and this is another attempt
         wait_until_gone(sweep.name)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    coordinator = (
-        ray.remote(Coordinator)
-        .options(
-            name=sweep.name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            memory=1,  # one byte, since Ray places actors without any resources at random
-            max_restarts=-1,
-            scheduling_strategy=here,
-        )
-        .remote(sweep)
+    actor = ray.remote(Coordinator).options(
+        name=sweep.name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        memory=1,  # one byte, since Ray places actors without any resources at random
+        max_restarts=-1,
+        scheduling_strategy=here,
     )
+    try:
+        coordinator = actor.remote(sweep)
+    except ValueError:  # the name is taken: the same command was given elsewhere at the same time
+        return start(sweep)
     return Sweep(coordinator, sweep.title, sweep.storage, [name for name, _ in sweep.runs])
 
 

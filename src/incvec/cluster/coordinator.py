@@ -102,11 +102,6 @@ class Coordinator:
         """Wait until the sweep and its workers have ended."""
         await self.main
 
-    async def workers(self) -> list[tuple[str, int, list[int]]]:
-        """Node, process and runs of every worker that has joined."""
-        places = self.queue.places
-        return [(places[name].node, self.members[name].pid, list(places[name].jobs)) for name in places]
-
     # For the workers ------------------------------------------------------------------------------------
 
     async def join(self, worker: str, node: str, pid: int) -> None:

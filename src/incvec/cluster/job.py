@@ -89,6 +89,11 @@ def portable(error: Exception) -> Exception:
     return IncvecError(message) if message else RuntimeError(f"{type(error).__name__}: {error}")
 
 
+def is_address(storage: str) -> bool:
+    """Whether it is an fsspec address, not a folder."""
+    return "://" in storage
+
+
 def absolute(storage: str) -> str:
     """A folder as an absolute path; an fsspec address as it is."""
-    return storage.rstrip("/") if "://" in storage else str(Path(storage).expanduser().resolve())
+    return storage.rstrip("/") if is_address(storage) else str(Path(storage).expanduser().resolve())

@@ -16,7 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from incvec.atomic_files import FileLock, mirrored
+from incvec.atomic_files import FileLock, mirrored, write_bytes
+from incvec.cluster.job import is_address
 from incvec.errors import ConfigError, StorageError
 from incvec.records import read_record
 
@@ -30,12 +31,17 @@ class Storage:
 
     def __init__(self, address: str, scratch: Path) -> None:
         self.address = address
-        self.remote = "://" in address
+        self.remote = is_address(address)
         self.folder = scratch if self.remote else Path(address)
         self._files: Any = None
         self._root = ""
         if self.remote:
             self._files, self._root = open_address(address)
+        elif not self.folder.is_dir():
+            raise StorageError(
+                f"the folder {address} does not exist on this node. Give --storage a folder that all nodes see, or an "
+                "fsspec address."
+            )
 
     def run_folder(self, name: str) -> Path:
         return self.folder / name
@@ -72,7 +78,7 @@ class Storage:
         """The run's record is stored: remove its checkpoint, and the copies of its files here."""
         if self.remote:
             with suppress(FileNotFoundError, StorageError):  # a checkpoint beside a record does no harm
-                self._attempt(lambda: self._files.rm(self._key(self.run_folder(name) / "checkpoint.safetensors")))
+                self._remove(self.run_folder(name) / "checkpoint.safetensors")
             shutil.rmtree(self.run_folder(name), ignore_errors=True)
 
     # incvec.atomic_files.Mirror -------------------------------------------------------------------------
@@ -103,6 +109,9 @@ class Storage:
                 path.parent.rmdir()  # if it was created for this file
 
     # ----------------------------------------------------------------------------------------------------
+
+    def _remove(self, path: Path) -> None:
+        self._attempt(lambda: self._files.rm(self._key(path)))
 
     def _key(self, path: Path) -> str:
         return f"{self._root}/{path.relative_to(self.folder).as_posix()}"
@@ -137,6 +146,21 @@ def open_address(address: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ConfigError(f"the storage {address} cannot be opened: {error}.") from None
     return files, root.rstrip("/")
+
+
+def check_storage(address: str) -> None:
+    """Write a file there and remove it, before anything is started. A folder is created."""
+    name = f".check-{uuid.uuid4().hex}"
+    if not is_address(address):
+        path = Path(address) / name
+        write_bytes(path, b"", StorageError, "Give --storage a folder that all nodes may write to.")
+        path.unlink()
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        storage, path = Storage(address, Path(scratch)), Path(scratch) / name
+        path.write_bytes(b"1")
+        storage.store(path)
+        storage._remove(path)
 
 
 def fetch_folder(address: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ import ray
 import torch
 
 from incvec.atomic_files import FileLock
-from incvec.cluster.job import ClusterSweep, classify, portable
+from incvec.cluster.job import ClusterSweep, classify, is_address, portable
 from incvec.cluster.storage import Storage, fetch_folder, scratch_folder
 from incvec.cluster.versions import different_versions
 from incvec.config import RunConfig, digest
@@ -65,7 +65,9 @@ class Worker:
             torch.set_num_threads(sweep.cores)
         at_once = sweep.per_worker or default_at_once(self.device, [config for _, config in sweep.runs])
         with ExitStack() as self.stack:
-            scratch = self.stack.enter_context(scratch_folder(sweep.name, self.name))
+            scratch = Path()  # only an address needs one
+            if is_address(sweep.storage):
+                scratch = self.stack.enter_context(scratch_folder(sweep.name, self.name))
             self.storage = Storage(sweep.storage, scratch)
             self.stack.enter_context(self.storage.mirrored())
             for place, event in run_concurrently(self.next_runs(), at_once):
