@@ -39,7 +39,7 @@ START_AGAIN = "Move it away to start again."
 # Writing files and locking ----------------------------------------------------------------------------------
 
 
-def write_bytes(path: Path, content: bytes, error: type[IncvecError] = CheckpointError) -> None:
+def write_bytes(path: Path, content: bytes, error: type[IncvecError] = CheckpointError, remedy: str = RERUN) -> None:
     """Replace `path` atomically: after a kill it has the old content or the new one, never a part of it."""
     temporary = ""
     try:
@@ -60,7 +60,7 @@ def write_bytes(path: Path, content: bytes, error: type[IncvecError] = Checkpoin
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         reason = cause.strerror or cause
-        raise error(f"could not write {path} ({len(content) / 1e6:.1f} MB): {reason}. {RERUN}") from cause
+        raise error(f"could not write {path} ({len(content) / 1e6:.1f} MB): {reason}. {remedy}") from cause
     for root, mirror in _mirrors.items():
         if path.is_relative_to(root):
             mirror.store(path)
