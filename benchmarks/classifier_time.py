@@ -44,7 +44,7 @@ def measure(folders: Sequence[Path], threads: int) -> list[dict[str, Any]]:
             if process.returncode:
                 raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
             files = list_photos(folder, at_least=1).files
-            row = {"learn": number + 1, "classes": len(files), "photos": sum(map(len, files.values()))}
+            row: dict[str, Any] = {"learn": number + 1, "classes": len(files), "photos": sum(map(len, files.values()))}
             row |= {"threads": threads, "load": round(os.getloadavg()[0], 1)}
             rows.append(row | {"seconds": round(seconds, 1), "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1)})
             print(rows[-1], flush=True)
