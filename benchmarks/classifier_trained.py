@@ -4,7 +4,6 @@
     python benchmarks/classifier_trained.py run DATA --out OUT --jobs 8 --seconds 300
     python benchmarks/classifier_trained.py run DATA --out OUT --list
     python benchmarks/classifier_trained.py collect OUT/rows.json --name aircraft20 --with frozen.json --json y.json
-    python benchmarks/classifier_trained.py decide y.json
 
 DATA has one folder per data set, like PHOTOS of classifier_methods.py, and `prepare` makes it: aircraft20 and
 tiny-imagenet from archives, cifar100 from the published files (the first 30 training and 20 test photos per class), and
@@ -15,9 +14,6 @@ approach is measured on test photos, and are used for the other data sets as the
 row is written to OUT/rows.json at once. Rows that are there already, or in a file given with --have, are not measured
 again; so a run that was cut off can be continued. A row that fails is reported in OUT/failures.json and stops no other.
 `replay@4` is replay with 4 epochs per `learn`.
-
-`decide` compares every approach with the bound and with the others, seed by seed, and prints which one the rule of
-docs/classifier.md makes the default.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import contextlib
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -42,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from classifier_features import FROZEN, Features
-from classifier_methods import final, fold, keeps, measure_trained, method_of, read_rows
+from classifier_methods import fold, keeps, measure_trained, method_of, read_rows
 
 from incvec.atomic_files import write_bytes
 from incvec.engine.build import pick_device
@@ -456,32 +451,6 @@ def collect(given: argparse.Namespace) -> None:
     print(f"{given.json}: {len(rows)} rows, and {len(others)} of frozen features")
 
 
-BAR = 0.9  # of the bound, with photos kept
-
-
-def decide(given: argparse.Namespace) -> None:
-    """The default with and without remembered photos, by the rule of docs/classifier.md."""
-    rows = [row for row in read_rows(given.json) if row["approach"] in FROZEN or "+carry" not in row["approach"]]
-    bound = final(rows, BOUND)
-    for memory, allowed in (("20 photos per class kept", ("none", "remembered")), ("no photo kept", ("none",))):
-        names = sorted({row["approach"] for row in rows if keeps(row["approach"]) in allowed})
-        values = {name: final(rows, name) for name in names}
-        complete = {name: own for name, own in values.items() if len(own) >= given.seeds}
-        if not complete:
-            print(f"{memory}: no approach has {given.seeds} seeds yet")
-            continue
-        ranked = sorted(complete, key=lambda name: -statistics.mean(complete[name].values()))
-        best = ranked[0]
-        print(f"{memory}: {best}, {statistics.mean(complete[best].values()):.1f} %")
-        shares = [value / bound[seed] for seed, value in complete[best].items() if seed in bound]
-        if shares:
-            print(f"  share of the bound {100 * statistics.mean(shares):.1f} %, bar {100 * BAR:.0f} %")
-        for name in ranked[1:]:
-            leads = [complete[best][s] - v for s, v in complete[name].items() if s in complete[best]]
-            ahead = "ahead for every seed" if min(leads) > 0 else "not ahead for every seed"
-            print(f"  {name}: {', '.join(f'{lead:+.1f}' for lead in leads)}  {ahead}")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -512,17 +481,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command.add_argument("rows", type=Path)
             command.add_argument("--name", required=True, help="of the data set")
             command.add_argument("--with", dest="frozen", type=Path, nargs="*", default=[])
-        if name == "decide":
-            command.add_argument("json", type=Path)
-            command.add_argument("--seeds", type=int, default=3)
-        if name == "collect":
             command.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(arguments)
     given.run(given)
 
 
 def _commands() -> Iterator[tuple[str, Any]]:
-    yield from (("prepare", prepare), ("run", run), ("worker", worker), ("collect", collect), ("decide", decide))
+    yield from (("prepare", prepare), ("run", run), ("worker", worker), ("collect", collect))
 
 
 if __name__ == "__main__":

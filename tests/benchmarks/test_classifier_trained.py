@@ -1,4 +1,4 @@
-"""The comparison of approaches that train the network: the plan, its processes, and the choice of the default."""
+"""The comparison of approaches that train the network: the plan and its processes."""
 
 from __future__ import annotations
 
@@ -45,20 +45,6 @@ def test_plan_has_every_row_once_and_its_candidates(module: Any) -> None:
     assert {job.group for job in module.PLAN} == {job.approach for job in module.PLAN if job.on_fold}
     assert module.work("replay", {"epochs": 2}, [8, 4], 20, 10) == 2 * (80 + 40 + 160)
     assert module.work("finetune", {"epochs": 2}, [8, 4], 20, 10) == 2 * 120
-
-
-def test_decide(module: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    values = {"all-finetuned": (80, 82, 81), "replay": (74, 76, 75), "lda": (73, 73, 73), "icarl": (70, 77, 75)}
-    rows = [row(name, float(v), seed=s) for name, own in values.items() for s, v in enumerate(own)]
-    rows += [row("replay+ivt", 79.0)]  # one seed only
-    (tmp_path / "x.json").write_text(json.dumps({"rows": rows}))
-    module.main(["decide", str(tmp_path / "x.json")])
-    kept, none = capsys.readouterr().out.split("no photo kept")
-    assert "kept: replay, 75.0 %" in kept
-    assert "share of the bound 92.6 %" in kept
-    assert "lda: +1.0, +3.0, +2.0  ahead for every seed" in kept
-    assert "icarl: +4.0, -1.0, +0.0  not ahead for every seed" in kept
-    assert none.startswith(": lda, 73.0 %")
 
 
 def test_compare_files_with_different_approaches(program: Any, tmp_path: Path, capsys: Any) -> None:

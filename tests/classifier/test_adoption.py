@@ -37,6 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights, root / "mine.safetensors")
     torch.save({"model": {f"module.{name}": t for name, t in weights.items()}, "epoch": 3}, root / "mine.pth")
     save_file({n: t for n, t in weights.items() if not n.startswith("fc.")}, root / "headless.safetensors")
+    torch.save(make_network(), root / "whole.pth")
     (root / "names.txt").write_text("\n".join(CLASSES) + "\n\n")
     write_classes(root / "old", [0, 1, 2], 21)
     write_classes(root / "later", [3, 4], 8)
@@ -149,6 +150,7 @@ def test_ivt_has_a_past_at_the_first_new_task(photos: str | None, files: Path, t
         ({"classes": ("zero",)}, "1 class name"),
         ({"checkpoint": "headless.safetensors"}, "expected one linear classifier .* found none.*--weights"),
         ({"checkpoint": "none.safetensors"}, "there is no file of weights"),
+        ({"checkpoint": "whole.pth"}, r"Weights only load failed\. Expected .*torch.save\(model.state_dict"),
         ({"backbone": "torchvision/resnet18"}, "does not contain the weights of torchvision/resnet18"),
         ({"method": "replay"}, "needs photos of the checkpoint's classes: give --photos, or .*lwf"),
         ({"method": "lucir", "photos": "old"}, "does not classify with one linear row per class"),

@@ -210,6 +210,20 @@ def test_first_learn_that_fails_leaves_no_folder_behind(existed: bool, tmp_path:
     assert out.exists() == existed
 
 
+def test_learn_that_fails_before_it_trains_leaves_nothing_to_resume(
+    learned: dict[str, Path], photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"no file of weights none\.pth"):
+        Classifier.fit(photos / "first", tmp_path / "new", backbone="torchvision/resnet18", weights="none.pth")
+    assert not (tmp_path / "new").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        copy_of(learned["lda"], tmp_path / "m")
+        with pytest.raises(ConfigError, match="finds no CUDA device"):
+            Classifier.load(tmp_path / "m", "cuda").learn(photos / "later")
+    assert not (tmp_path / "m" / "learning").exists()
+
+
 def test_two_processes_cannot_learn_into_one_folder(learned: dict[str, Path], photos: Path, tmp_path: Path) -> None:
     first, second = copy_of(learned["lda"], tmp_path / "m"), Classifier.load(learned["lda"])
     second = Classifier.load(tmp_path / "m")
@@ -416,7 +430,8 @@ def test_package_exports_the_classifier_lazily() -> None:
 
 
 def test_temperature_calibrates_and_keeps_the_class(photos: Path, tmp_path: Path) -> None:
-    """Scores that are ten times too large get a temperature of about ten; too few photos change nothing."""
+    """Scores that are ten times too large get a temperature of about ten; too few photos change nothing, and those of
+    the last classes alone neither."""
     from incvec.calibration import fit_temperature
 
     generator = torch.Generator().manual_seed(0)
@@ -424,8 +439,17 @@ def test_temperature_calibrates_and_keeps_the_class(photos: Path, tmp_path: Path
     labels = torch.multinomial(logits.softmax(1), 1, generator=generator).flatten()
     assert fit_temperature(10 * logits, labels, 1.0) == pytest.approx(10, rel=0.15)
     assert fit_temperature(logits[:9], labels[:9], 3.0) == 3.0
+    sure = torch.tensor([[5.0, 0.0]]).expand(40, 2)
+    p = (sure / fit_temperature(sure, torch.zeros(40, dtype=torch.int64), 1.0)).softmax(1)
+    assert float(p[0, 0]) == pytest.approx(40 / 41, abs=0.002)  # not 1: forty right ones do not exclude a wrong one
     write_classes(tmp_path / "p", range(4), 30)
     classifier = Classifier.fit(tmp_path / "p", tmp_path / "m", **{**FROZEN, "check": 5})
     assert sum(classifier.description.checked) == 12
     assert classifier.description.temperature != 1.0
     assert classifier.network.temperature == classifier.description.temperature
+    write_classes(tmp_path / "later", range(4, 9), 30)
+    nothing_kept = Classifier.fit(tmp_path / "p", tmp_path / "n", **{**FROZEN, "check": 5, "memory": 0})
+    first = nothing_kept.description.temperature
+    assert first != 1.0
+    assert nothing_kept.learn(tmp_path / "later").description.temperature == first
+    assert classifier.learn(tmp_path / "later").description.temperature != first

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from incvec import Classifier
-from incvec.classifier.photos import load_squares
+from incvec.classifier.photos import load_squares, to_square
 from incvec.errors import DataError
 from tests.classifier.folders import FROZEN, digit, state, write_classes
 
@@ -82,7 +82,7 @@ def a_file(root: Path) -> None:
         (corrupt, r"1 of 3 photos cannot be read:\s+.*two/000\.png cannot be read as an image.*Replace it or remove"),
         (sixteen_bits, r"two/deep\.png .*more than 8 bits.*convert"),
         (heic, r"such as .*IMG_1\.HEIC.*Convert them to JPEG.*pip install pillow-heif"),
-        (loose, r"1 photos, but no folders: expected one folder per class"),
+        (loose, r"1 photo\(s\), but no folders: expected one folder per class"),
         (empty_class, r"class folder .*hollow is empty"),
         (one_photo, r"class 'two' has 1 photo .*expected 2 or more"),
         (known, r"'one' is known already.*--more"),
@@ -108,6 +108,13 @@ def test_refused_and_the_folder_is_as_before(make: object, text: str, model: Pat
         with pytest.raises(DataError, match=f"(?s){text}"):
             Classifier.fit(tmp_path / "new", tmp_path / "fresh", **FROZEN)
         assert not (tmp_path / "fresh" / "model.json").exists()
+
+
+def test_heic_alone_is_named_without_a_search(tmp_path: Path) -> None:
+    for name in ("IMG_1.HEIC", "IMG_2.HEIC"):
+        (tmp_path / name).write_bytes(b"....ftypheic")
+    with pytest.raises(DataError, match=r"1 file\(s\) .*IMG_2\.HEIC"):
+        to_square(tmp_path / "IMG_2.HEIC", 8)
 
 
 def test_first_learn_needs_two_classes(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_export_is_beside_the_model(story: tuple[Path, dict[str, Result]]) -> No
         (["predict", "m", "none.jpg"], "there is no photo"),
         (["predict", "first", "test"], "is not a model folder: it has no model.json"),
         (["evaluate", "m", "later"], "were not learned"),
+        (["evaluate", "m", "test", "--out", "c.xyz"], "c.xyz has no ending of a picture: expected one of .png"),
         (["info", "nowhere"], "is not a model folder"),
     ],
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from incvec.atomic_files import write_bytes
 from incvec.classifier.folder import Description
+from incvec.errors import ConfigError
+
+PICTURES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,11 @@ def make_evaluation(description: Description, labels: Any, guesses: Any) -> Eval
     return Evaluation(description.classes, tuple(len(e.classes) for e in description.history), confusion)
 
 
+def check_picture(path: Path) -> None:
+    if path.suffix not in PICTURES:
+        raise ConfigError(f"{path} has no ending of a picture: expected one of {', '.join(PICTURES)}.")
+
+
 def draw_confusion(evaluation: Evaluation, path: Path) -> None:
     """The confusion matrix as a picture, each row as shares of its class; lines separate the `learn`s."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,5 +99,6 @@ def draw_confusion(evaluation: Evaluation, path: Path) -> None:
     axes.set_ylabel("true")
     axes.set_title(f"{100 * evaluation.accuracy:.1f} % of {int(counts.sum())} photos recognized", fontsize=10)
     figure.colorbar(image, ax=axes, shrink=0.6, label="share of the class")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix.removeprefix("."), dpi=120)
+    write_bytes(path, buffer.getvalue(), ConfigError)

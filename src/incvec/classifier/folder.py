@@ -26,7 +26,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from incvec.atomic_files import FileLock, read_tensors, remove_temporaries, write_bytes, write_tensors
-from incvec.contracts import Input
 from incvec.errors import Busy, CheckpointError, ConfigError
 
 FORMAT = 1
@@ -47,10 +46,6 @@ class Preprocessing(BaseModel):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     resize: str = "short side to `stored` pixels, bicubic and antialiased; center square of `side` pixels; RGB, 0 to 1"
-
-    @property
-    def input(self) -> Input:
-        return Input(self.side, self.mean, self.std)
 
 
 class Learned(BaseModel):

@@ -56,11 +56,6 @@ class Network(nn.Module):
         scores: Tensor = next(iter(self.method((images - self.mean) / self.std).values()))
         return scores.float()
 
-    def features(self, images: Tensor) -> Tensor:
-        model: Any = self.method.model
-        features: Tensor = model((images - self.mean) / self.std).features
-        return features.float()
-
 
 @torch.inference_mode()
 def in_batches(

@@ -46,10 +46,10 @@ def list_photos(root: str | Path, at_least: int = 1) -> ClassPhotos:
     if not path.is_dir():
         problem = "is a file" if path.exists() else "does not exist"
         raise DataError(f"{path} {problem}: expected a folder with one folder of photos per class.")
-    refuse_heif(path)
+    refuse_heif(path.rglob("*"))
     if not any(entry.is_dir() and not is_hidden(entry.name) for entry in path.iterdir()):
         loose = sum(entry.suffix.lower() in EXTENSIONS for entry in path.iterdir())
-        found = f"{loose} photos, but no folders" if loose else "nothing to learn from"
+        found = f"{loose} photo(s), but no folders" if loose else "nothing to learn from"
         raise DataError(
             f"{path} has {found}: expected one folder per class, named after it, such as {path / 'A380'}/1.jpg."
         )
@@ -58,9 +58,9 @@ def list_photos(root: str | Path, at_least: int = 1) -> ClassPhotos:
     return ClassPhotos(path, files)
 
 
-def refuse_heif(root: Path) -> None:
+def refuse_heif(files: Iterable[Path]) -> None:
     """Photos of phones that Pillow cannot decode would be ignored silently."""
-    found = sorted(file for file in root.rglob("*") if file.suffix.lower() in HEIF)
+    found = sorted(file for file in files if file.suffix.lower() in HEIF)
     if found:
         raise DataError(
             f"{len(found)} file(s) are in a format that is not read, such as {found[0]}. Convert them to JPEG first: "
@@ -145,7 +145,7 @@ def list_images(images: Any) -> list[Any]:
         return list(images)
     if isinstance(images, str | Path) and Path(images).expanduser().is_dir():
         root = Path(images).expanduser()
-        refuse_heif(root)
+        refuse_heif(root.rglob("*"))
         found = sorted(file for file in root.rglob("*") if file.suffix.lower() in EXTENSIONS)
         found = [file for file in found if not any(map(is_hidden, file.relative_to(root).parts))]
         if not found:
@@ -162,10 +162,9 @@ def to_square(image: Any, size: int) -> Tensor:
     """One image in any form as the square that is stored for it, uint8 [3, size, size]."""
     if isinstance(image, str | Path):
         path = Path(image).expanduser()
-        if path.suffix.lower() in HEIF:
-            refuse_heif(path.parent)
         if not path.is_file():
             raise DataError(f"there is no photo {path}.")
+        refuse_heif([path])
         return load_square(path, size)
     if isinstance(image, Image.Image):
         return crop_square(image.convert("RGB"), size)

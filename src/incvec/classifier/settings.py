@@ -34,7 +34,7 @@ FINE_TUNING: dict[str, Any] = {
 }
 # What else a method needs with such a backbone: its own defaults are for training from scratch, over many more steps.
 # The rates and loss weights of LUCIR and PODNet and the features of LDA were chosen on training photos
-# (docs/classifier.md).
+# (docs/classifier-evidence.md).
 FINE_TUNING_METHODS: dict[str, dict[str, Any]] = {
     "lucir": {"initial_scale": 16.0, "lr": 0.02, "lambda_base": 1.0},
     "podnet": {

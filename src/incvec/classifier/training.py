@@ -145,12 +145,17 @@ def train(
     dataset, rows = make_dataset(settings, draft.classes, first, new, kept)
     config = make_config(settings, draft, device)
     discard_other(folder, digest([config.resolved(), dataset.fingerprint, before.version if before else 0]))
-    run = LearnRun(config, dataset, folder.working, lambda state: prepare(state, folder, before, weights), progress)
-    for event in run.events():
-        if isinstance(event, ev.Tick) and event.waiting:
-            time.sleep(0.001)
-        if listen is not None:
-            listen(event)
+    try:
+        run = LearnRun(config, dataset, folder.working, lambda state: prepare(state, folder, before, weights), progress)
+        for event in run.events():
+            if isinstance(event, ev.Tick) and event.waiting:
+                time.sleep(0.001)
+            if listen is not None:
+                listen(event)
+    except BaseException:
+        if not any(folder.working.rglob("*.safetensors")):  # nothing to resume from
+            shutil.rmtree(folder.working, ignore_errors=True)
+        raise
     tensors, meta = read_tensors(run.snapshot_path(len(draft.task_sizes) - 1))
     return Trained(tensors, meta, rows)
 

@@ -277,12 +277,13 @@ def evaluate(
 ) -> None:
     """Measure accuracy on class folders: by class, by when it was learned, and which classes are confused."""
     from incvec.classifier import Classifier
-    from incvec.classifier.evaluation import draw_confusion
+    from incvec.classifier.evaluation import check_picture, draw_confusion
 
+    picture = out or model / "evaluation" / "confusion.png"
+    check_picture(picture)
     classifier = Classifier.load(model, device)
     with steps() as shown:
         result = classifier.evaluate(photos, shown.show)
-    picture = out or model / "evaluation" / "confusion.png"
     draw_confusion(result, picture)
     if as_json:
         typer.echo(json.dumps(result.as_json() | {"picture": str(picture)}, indent=1, ensure_ascii=False))

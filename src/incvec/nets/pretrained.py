@@ -171,8 +171,10 @@ def read_state(file: Path) -> dict[str, Tensor]:
             return dict(require("safetensors.torch").load_file(file))
         saved = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = str(error).partition(". ")[0]  # torch adds advice to run the code in the file
         raise DataError(
-            f"{file} cannot be read as weights: {error}. Expected safetensors, or a state dict saved by torch.save."
+            f"{file} cannot be read as weights: {reason}. Expected safetensors, or a state dict: "
+            "torch.save(model.state_dict(), FILE). Whole models are not read, since they could run code."
         ) from error
     for key in ("state_dict", "model_state_dict", "model"):
         if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
