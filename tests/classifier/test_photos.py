@@ -65,6 +65,11 @@ def two_cases(root: Path) -> None:
     shutil.copytree(root / "two", root / "Two")
 
 
+def one_level_too_high(root: Path) -> None:
+    write_classes(root / "first", [2, 3], 3)
+    write_classes(root / "later", [4], 3)
+
+
 def nothing(root: Path) -> None:
     root.mkdir()
 
@@ -88,6 +93,7 @@ def a_file(root: Path) -> None:
         (known, r"'one' is known already.*--more"),
         (other_case, r"'one' and 'One' differ only in case"),
         (two_cases, r"'Two' and 'two' differ only in case"),
+        (one_level_too_high, r"such as .*first with 'three', 'two'.*expected one folder per class.*give that folder"),
         (nothing, r"nothing to learn from: expected one folder per class"),
         (absent, r"does not exist: expected a folder"),
         (a_file, r"is a file: expected a folder"),
@@ -104,7 +110,7 @@ def test_refused_and_the_folder_is_as_before(make: object, text: str, model: Pat
         classifier.learn(tmp_path / "new")
     assert state(Classifier.load(tmp_path / "m", "cpu")) == before
     assert len(list((tmp_path / "m").glob("weights-*"))) == 1
-    if make in (heic, loose, empty_class, nothing, absent, a_file):
+    if make in (heic, loose, empty_class, one_level_too_high, nothing, absent, a_file):
         with pytest.raises(DataError, match=f"(?s){text}"):
             Classifier.fit(tmp_path / "new", tmp_path / "fresh", **FROZEN)
         assert not (tmp_path / "fresh" / "model.json").exists()
@@ -115,6 +121,20 @@ def test_heic_alone_is_named_without_a_search(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"....ftypheic")
     with pytest.raises(DataError, match=r"1 file\(s\) .*IMG_2\.HEIC"):
         to_square(tmp_path / "IMG_2.HEIC", 8)
+
+
+def test_photos_of_a_class_may_be_in_one_folder_below_it(model: Path, tmp_path: Path) -> None:
+    """As in Tiny-ImageNet's layout; and .jfif is JPEG."""
+    write_classes(tmp_path / "new", [2, 3], 3)
+    for name in ("two", "three"):
+        (tmp_path / "new" / name / "images").mkdir()
+        for file in (tmp_path / "new" / name).glob("*.png"):
+            with Image.open(file) as image:
+                image.convert("RGB").save(file.parent / "images" / f"{file.stem}.jfif", "JPEG")
+            file.unlink()
+    shutil.copytree(model, tmp_path / "m")
+    learned = Classifier.load(tmp_path / "m", "cpu").learn(tmp_path / "new")
+    assert list(learned.classes_) == ["one", "zero", "three", "two"]
 
 
 def test_first_learn_needs_two_classes(tmp_path: Path) -> None:

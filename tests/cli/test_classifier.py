@@ -21,6 +21,7 @@ from typer.testing import Result
 from incvec import Classifier
 from incvec.classifier.network import to_pixels
 from incvec.classifier.photos import to_square
+from incvec.errors import DataError
 from tests.classifier.folders import write_classes, write_photos
 from tests.cli.conftest import invoke, message
 
@@ -71,6 +72,25 @@ def test_predict_prints_a_table_or_json(story: tuple[Path, dict[str, Result]]) -
     assert [sorted(entry) for entry in first] == [["class", "probability"]] * 3
     assert first[0]["probability"] >= first[1]["probability"] >= first[2]["probability"]
     assert first[0]["class"] in {"zero", "one", "two", "three", "four"}
+
+
+def test_predict_names_photos_that_cannot_be_read_and_goes_on(
+    story: tuple[Path, dict[str, Result]], tmp_path: Path
+) -> None:
+    root, _ = story
+    shutil.copytree(root / "test" / "one", tmp_path / "some")
+    files = sorted((tmp_path / "some").iterdir())
+    files[1].write_bytes(b"\x89PNG not really")
+    result = invoke("predict", root / "m", tmp_path / "some", "--json", "--top", "3")
+    assert result.exit_code == 1
+    assert f"1 of 6 photos cannot be read: {files[1]}" in message(result)
+    rows = json.loads(result.stdout)
+    assert [sorted(row) for row in rows] == [["file", "predictions"], ["error", "file"], *[["file", "predictions"]] * 4]
+    table = invoke("predict", root / "m", tmp_path / "some")
+    assert table.exit_code == 1
+    assert table.stdout.count("cannot be read") == 1
+    with pytest.raises(DataError, match="cannot be read"):
+        Classifier.load(root / "m", "cpu").predict(tmp_path / "some")
 
 
 def test_evaluate_reports_classes_learns_and_a_picture(story: tuple[Path, dict[str, Result]]) -> None:

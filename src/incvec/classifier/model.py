@@ -242,16 +242,29 @@ class Classifier:
             self._network = build_network(self.description, tensors, pick_device(self.device))
         return self._network
 
-    def predict_proba(self, images: Any, progress: Progress | None = None) -> np.ndarray[Any, Any]:
-        """Probabilities, [images, classes]; of one image, [classes]."""
-        listed, stored = list_images(images), self.description.preprocessing.stored
-        parts = [np.zeros((0, len(self.description.classes)), np.float32)]
+    def predict_proba(
+        self, images: Any, progress: Progress | None = None, unreadable: dict[int, DataError] | None = None
+    ) -> np.ndarray[Any, Any]:
+        """Probabilities, [images, classes]; of one image, [classes].
+
+        An image that cannot be read raises an error. With `unreadable`, the error is added there under the image's
+        position, and its probabilities are NaN.
+        """
+        listed = list_images(images)
+        probabilities = np.full((len(listed), len(self.description.classes)), np.nan, np.float32)
         for start in range(0, len(listed), BATCH):  # not all decoded at once: there may be many
-            squares = torch.stack([to_square(image, stored) for image in listed[start : start + BATCH]])
-            parts.append(self._probabilities(squares).numpy())
+            squares: dict[int, Tensor] = {}
+            for position, image in enumerate(listed[start : start + BATCH], start):
+                try:
+                    squares[position] = to_square(image, self.description.preprocessing.stored)
+                except DataError as error:
+                    if unreadable is None:
+                        raise
+                    unreadable[position] = error
+            if squares:
+                probabilities[list(squares)] = self._probabilities(torch.stack(list(squares.values()))).numpy()
             if progress is not None:
-                progress("predicting", start + len(squares), len(listed))
-        probabilities = np.concatenate(parts)
+                progress("predicting", min(start + BATCH, len(listed)), len(listed))
         return probabilities[0] if is_single(images) else probabilities
 
     def predict(self, images: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,20 @@ def list_photos(root: str | Path, at_least: int = 1) -> ClassPhotos:
         )
     files, _ = class_files(path, at_least=at_least)
     check_case(files)
+    check_level(path, files)
     return ClassPhotos(path, files)
+
+
+def check_level(root: Path, files: Mapping[str, Sequence[Path]]) -> None:
+    """Refuse a folder of folders of classes, whose folders would become the classes."""
+    below = {name: {file.relative_to(root / name).parts[0] for file in found} for name, found in files.items()}
+    loose = any(file.parent == root / name for name, found in files.items() for file in found)
+    name, names = max(below.items(), key=lambda item: len(item[1]))
+    if not loose and len(names) > 1:
+        raise DataError(
+            f"{root} has folders without photos of their own, such as {root / name} with {_names(sorted(names))}: "
+            f"expected one folder per class with its photos. To learn the classes in {root / name}, give that folder."
+        )
 
 
 def refuse_heif(files: Iterable[Path]) -> None:

@@ -246,23 +246,32 @@ def predict(
     if missing:
         raise DataError(f"there is no photo {missing[0]}.")
     files = list_images(photos)
+    unreadable: dict[int, DataError] = {}
     with steps() as shown:
-        probabilities = classifier.predict_proba(files, shown.show)
+        probabilities = classifier.predict_proba(files, shown.show, unreadable)
     names = classifier.description.classes
-    rows = []
-    for file, row in zip(files, probabilities, strict=True):
+    rows: list[dict[str, Any]] = []
+    for position, (file, row) in enumerate(zip(files, probabilities, strict=True)):
+        if position in unreadable:
+            rows.append({"file": str(file), "error": str(unreadable[position])})
+            continue
         best = row.argsort()[::-1][:top]
         predictions = [{"class": names[i], "probability": round(float(row[i]), 6)} for i in best]
         rows.append({"file": str(file), "predictions": predictions})
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
-        return
-    ranks = [f"{rank}." for rank in range(1, min(top, len(names)) + 1)]
-    table = Table("photo", *ranks if top > 1 else ["class"], title="class and its probability", title_justify="left")
-    for entry in rows:
-        cells = [f"{p['class']} ({100 * p['probability']:.1f} %)" for p in entry["predictions"]]  # type: ignore[index]
-        table.add_row(Text(str(entry["file"]), overflow="fold"), *map(Text, cells))
-    Console().print(table)
+    else:
+        ranks = [f"{rank}." for rank in range(1, min(top, len(names)) + 1)]
+        columns = ranks if top > 1 else ["class"]
+        table = Table("photo", *columns, title="class and its probability", title_justify="left")
+        for entry in rows:
+            found = entry.get("predictions", ())
+            cells = [f"{p['class']} ({100 * p['probability']:.1f} %)" for p in found] or ["cannot be read"]
+            table.add_row(Text(entry["file"], overflow="fold"), *map(Text, cells))
+        Console().print(table)
+    if unreadable:
+        first = next(iter(unreadable.values()))
+        raise DataError(f"{len(unreadable)} of {len(files)} photos cannot be read: {first}")
 
 
 def evaluate(

@@ -25,7 +25,7 @@ from incvec.errors import DataError
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]  # images done, and their total
-EXTENSIONS = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+EXTENSIONS = frozenset({".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 MAX_ASPECT = 16  # longer images lose their ends before they are resized: the center square does not show them
 MAX_THREADS = 16
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
