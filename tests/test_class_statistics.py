@@ -89,8 +89,19 @@ def test_state_is_restored() -> None:
     other.load_state_dict(statistics.state_dict())
     assert len(other) == 2
     assert torch.equal(other.means, statistics.means)
+    assert torch.equal(other.factors, statistics.factors)
     other.add(features[:5] + 1, torch.full((5,), 2))
     assert len(statistics) == 2, "a loaded state shares no tensors"
+
+
+def test_a_class_takes_the_numbers_of_its_mean_and_of_a_symmetric_matrix() -> None:
+    """What docs/successor.md counts as the memory of a class."""
+    statistics, empty = ClassStatistics(), ClassStatistics()
+    empty.load_state_dict(statistics.state_dict())
+    assert len(empty) == 0
+    statistics.add(torch.randn(12, 5), torch.arange(12) % 3)
+    state = statistics.state_dict()
+    assert sum(tensor.numel() for tensor in state.values()) == 3 * (5 + 5 * 6 // 2) + 1
 
 
 def test_labels_continue_those_known() -> None:

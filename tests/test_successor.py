@@ -3,64 +3,154 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 import pytest
+import torch
 
+from incvec import ClassStatistics
 from incvec.cli.sweep import plan
 from incvec.methods import find_method
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
+PAGE = ROOT / "docs" / "successor.md"
+TABLES = ["gap", "classifiers", "held out", "proxy", "both classifiers", "ablation", "cost", "attempts"]
 
 
-def test_tables_of_the_page_are_current() -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "successor_proxy.py"))
-    content = tool["read"](RESULTS / "successor" / "proxy.json")
-    page = (ROOT / "docs" / "successor.md").read_text()
-    assert len(content["runs"]) > 20
-    for made in (tool["table"](content), tool["classifier_table"](content)):
-        assert made in page, (
-            "docs/successor.md is stale: python tools/successor_proxy.py table results/successor/proxy.json"
-        )
+@pytest.fixture(scope="module")
+def proxy() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "tools" / "successor_proxy.py"))
 
 
-def test_held_out_runs_of_the_page_are_those_of_the_records() -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "successor_proxy.py"))
-    page = (ROOT / "docs" / "successor.md").read_text()
-    assert tool["classifier_table"](tool["read"](RESULTS / "successor" / "classifiers.json")) in page
-    after_80, last_task = [], 5
-    for name in ("podnet", "podnet+ivt", "podnet+carry", "podnet+ivt+carry"):
-        record = json.loads((RESULTS / "successor" / "held-out" / f"{name}-5-s0.json").read_text())
-        metrics, last = record["metrics"], record["accuracy"][last_task]
-        cells = [metrics["AA"], metrics["LA"], metrics["FM"]]
-        row = " | ".join([name.replace("+", " + "), *(f"{value:.2f}" for value in cells)])
-        assert f"| {row} | {last[0]:.1f} | {fmean(last[1:]):.1f} |" in page
-        after_80.append(f"{metrics['a'][3]:.2f}")
-    podnet, ivt, carry, both = after_80
-    assert f"PODNet has {podnet}, with IVT {ivt}, with `carry` {carry}, with both\n{both}," in page
+@pytest.fixture(scope="module")
+def classifier() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "tools" / "successor_classifier.py"))
 
 
-def test_classifiers_of_the_records() -> None:
-    page = (ROOT / "docs" / "successor.md").read_text()
-    for name, title in (("podnet", "PODNet"), ("podnet+ivt", "PODNet + IVT"), ("podnet-oracle", "oracle")):
-        records = [json.loads((RESULTS / "cifar100" / f"{name}-5-s{seed}.json").read_text()) for seed in range(3)]
-        trained, nearest = (
-            fmean(sum(record["correct"][kind][-1]) / 100 for record in records) for kind in ("cnn", "nme")
-        )
-        assert f"| {title} | {trained:.2f} | {nearest:.2f} | {trained - nearest:.2f} |" in page
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_the_page_are_those_of_the_records(name: str, proxy: dict[str, Any]) -> None:
+    tables = proxy["tables"](RESULTS)
+    assert set(tables) == set(TABLES)
+    assert tables[name].count("\n") > 3
+    assert tables[name] in PAGE.read_text(), (
+        "docs/successor.md is stale: python tools/successor_proxy.py tables results"
+    )
 
 
-@pytest.mark.parametrize("name", ["successor-selection", "successor"])
+def test_numbers_of_the_summary(proxy: dict[str, Any]) -> None:
+    """The first table of the page repeats cells of the others."""
+    page = PAGE.read_text()
+    rows = {
+        tuple(row[:2]): row for row in (line.split(" | ") for line in proxy["tables"](RESULTS)["proxy"].split("\n"))
+    }
+    for host, text in (("podnet", "memory=7"), ("mrfa", "memory=7"), ("pass", "")):
+        carry, plain = (rows[f"| {host}{addons}", settings] for addons, settings in ((" + carry", text), ("", "")))
+        share = carry[10] or "no oracle"
+        title = {"podnet": "PODNet", "mrfa": "MRFA", "pass": "PASS"}[host]
+        fm = " to ".join(f"{float(row[5]):.1f}" for row in (plain, carry))
+        assert re.search(rf"\| proxy on a CPU, {title},.* \| {re.escape(carry[8])} \| {share} \| {fm} \|", page)
+
+
+def test_after_80_classes() -> None:
+    found = [
+        json.loads((RESULTS / "successor" / "held-out" / f"{name}-5-s0.json").read_text())["metrics"]["a"][3]
+        for name in ("podnet", "podnet+ivt", "podnet+carry", "podnet+ivt+carry")
+    ]
+    podnet, ivt, carry, both = (f"{value:.2f}" for value in found)
+    text = f"PODNet has {podnet}, with IVT {ivt}, with `carry` {carry}, with both {both},"
+    assert text in PAGE.read_text().replace("\n", " ")
+
+
+def test_a_gain_is_paired_by_seed(proxy: dict[str, Any]) -> None:
+    """Two seeds: gains 1 and 3, half and three quarters of their gaps; ten correct images more in one class of two."""
+
+    def row(seed: int, last: float, addons: list[str], oracle: bool = False) -> dict[str, Any]:
+        counts = {"cnn": [10, 20] if not addons else [20, 20]}
+        config = {"podnet": {"memory": 10, "lr": 0.1}, "carry": {"drift": "map"}, "seed": seed}
+        return {
+            "method": "podnet",
+            "addons": addons,
+            "oracle": oracle,
+            "tasks": 1,
+            "config": config,
+            "correct": counts,
+        } | {
+            "metrics": {"AA": last, "LA": last, "FM": 0.0},
+            "accuracy": [[1.0], [last, last]],
+            "environment": {"commit": "0123456789-dirty"},
+        }
+
+    runs = [row(0, 10.0, []), row(1, 20.0, []), row(0, 12.0, [], True), row(1, 24.0, [], True)]
+    line = proxy["runs_table"]([row(0, 11.0, ["carry"]), row(1, 23.0, ["carry"])], runs).split("\n")[-1]
+    assert line.endswith("| 0, 1 | 17.00 | 17.00 | 0.00 | 17.00 | 17.00 | +2.00 ± 1.00 | 5.00 | 62 ± 12 % | 0123456* |")
+
+
+def test_runs_of_the_page_are_those_of_the_sweep(proxy: dict[str, Any]) -> None:
+    """Settings that did not exist when a run was made are not compared."""
+    planned = [config for _, config in plan("successor-proxy", [])]
+    rows = proxy["read"](RESULTS / "successor" / "proxy.json")
+    assert len(rows) >= 20
+    for row in rows:
+        assert "dirty" not in row["environment"]["commit"]
+        assert any(
+            (c.method, list(c.addons), c.oracle, c.tasks, c.seed)
+            == (row["method"], row["addons"], row["oracle"], row["tasks"], row["config"]["seed"])
+            and all(
+                row["config"][name].items() <= json.loads(json.dumps(c.sections[name])).items()
+                for name in (row["method"], *row["addons"])
+            )
+            for c in planned
+        ), proxy["name_of"](row)
+
+
+@pytest.mark.parametrize("name", ["successor-selection", "successor", "successor-proxy"])
 def test_sweeps_compare_at_equal_memory(name: str) -> None:
     configs = [config for _, config in plan(name, [])]
     assert {config.method for config in configs if "carry" in config.addons} == {"podnet", "mrfa", "pass"}
+    plain, carried, side, width = (10, 7, 16, 32) if name == "successor-proxy" else (20, 17, 32, 64)
     for config in configs:
         selects = name == "successor-selection"
-        assert (config.held_out, config.order_seed == 7) == ((10, True) if selects else (None, False))
+        if name != "successor-proxy":
+            assert (config.held_out, config.order_seed == 7) == ((10, True) if selects else (None, False))
         if find_method(config.method).exemplars and not config.oracle:
-            assert config.sections[config.method]["memory"] == (17 if "carry" in config.addons else 20)
-    per_class = 4 * (64 + 64 * 65 // 2)  # mean and symmetric covariance of 64 features, in float32
-    assert 17 * 3 * 32 * 32 + per_class <= 20 * 3 * 32 * 32
+            assert config.sections[config.method]["memory"] == (carried if "carry" in config.addons else plain)
+    per_class = 4 * (width + width * (width + 1) // 2)  # mean and symmetric covariance of the features, in float32
+    assert carried * 3 * side**2 + per_class <= plain * 3 * side**2
+
+
+def affine_change(each: int = 300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Features of six classes before and after an affine change with noise, the same for all classes."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(6).repeat_interleave(each)
+    shape = torch.randn(8, 8, generator=generator) / 2
+    before = torch.randn(6, 8, generator=generator)[labels] * 2 + torch.randn(6 * each, 8, generator=generator) @ shape
+    change = torch.eye(8) + 0.15 * torch.randn(8, 8, generator=generator)
+    return before, before @ change + 0.3 + 0.3 * torch.randn(6 * each, 8, generator=generator), labels
+
+
+def test_variants_of_the_ablation(classifier: dict[str, Any]) -> None:
+    """Three old classes, of which one image in thirty is at hand."""
+    before, after, labels = affine_change()
+    old = labels < 3
+    at_hand = ~old | (torch.arange(len(labels)) % 30 == 0)
+    true = ClassStatistics()
+    true.add(after[old], labels[old])
+    means, covariances = {}, {}
+    for name in ("ClassStatistics", "NotMoved", "MeansOnly", "Translation", "Nearby", "NoSpread", "Network"):
+        found = classifier[name]()
+        found.add(before[old], labels[old])
+        start = classifier["covariances_of"](found)
+        found.move(before[at_hand], after[at_hand], labels[at_hand])
+        means[name] = float((found.means - true.means).norm())
+        own = classifier["covariances_of"](found)
+        covariances[name] = float((own - classifier["covariances_of"](true)).norm())
+        kept = torch.allclose(own, start, atol=1e-4)
+        assert kept == (name in ("NotMoved", "MeansOnly", "Translation", "Nearby")), name
+    best = means["ClassStatistics"]
+    assert [means["MeansOnly"], means["NoSpread"]] == pytest.approx([best, best], rel=1e-4)
+    assert max(best, means["Network"]) < 0.5 * min(means[name] for name in ("NotMoved", "Translation", "Nearby"))
+    assert covariances["ClassStatistics"] < covariances["NoSpread"] < covariances["MeansOnly"]

@@ -1,39 +1,32 @@
-"""The studies of docs/successor.md: where the gap is, and the proxy's images, runs and table.
+"""The proxy study of docs/successor.md: its images, its runs, and the tables of the page.
 
     python tools/successor_proxy.py images DATA_ROOT FOLDER    50 classes of CIFAR-100 as class folders
     incvec sweep successor-proxy --data-root FOLDER --out RUNS
     python tools/successor_proxy.py collect RUNS JSON          adds the records of the folder to the file
-    python tools/successor_proxy.py classifier RUN DATA_ROOT JSON   adds classifiers of the last snapshot to the file
-    python tools/successor_proxy.py table JSON                 the tables of the page
+    python tools/successor_proxy.py tables RESULTS             the tables of the page, from the folder `results`
 
 Of each class the first 200 training images become `train/`, the next 100 training images `test/`. No test image of
-CIFAR-100 is used.
+CIFAR-100 is used. `successor_classifier.py` makes the analyses with frozen features.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
-from torch import Tensor
 
-from incvec.addons.carry import scaled_logits
-from incvec.class_statistics import class_gaussians, draw
+from incvec.addons.carry import STAGE
 from incvec.data import load_dataset
-from incvec.methods.common import ImageMethod
-from incvec.presets import resolve
 from incvec.records import find_records, read_record
-from incvec.study.geometry.snapshots import last_task, load_snapshot, read_snapshot
 
 CLASSES, TRAIN, TEST, SEED = 50, 200, 100, 28
-KEPT = ("method", "addons", "oracle", "accuracy", "metrics", "correct")
+KEPT = ("method", "addons", "oracle", "tasks", "accuracy", "metrics", "correct")
 Row = dict[str, Any]
 
 
@@ -52,15 +45,12 @@ def write_images(data_root: str, folder: str) -> None:
 # The runs -----------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> dict[str, list[Row]]:
-    return cast(dict[str, list[Row]], json.loads(path.read_text())) if path.exists() else {"runs": [], "classifier": []}
+def read(path: Path) -> list[Row]:
+    return cast(list[Row], json.loads(path.read_text())["runs"]) if path.exists() else []
 
 
-def write(path: Path, content: dict[str, list[Row]]) -> None:
-    lines = ",\n".join(
-        f'"{name}": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]" for name, rows in content.items()
-    )
-    path.write_text("{\n" + lines + "\n}\n")
+def write(path: Path, runs: Iterable[Row]) -> None:
+    path.write_text('{\n"runs": [\n' + ",\n".join(json.dumps(row) for row in runs) + "\n]\n}\n")
 
 
 def compact(record: Any) -> Row:
@@ -72,176 +62,262 @@ def compact(record: Any) -> Row:
     row["config"] = {name: config[name] for name in (record["method"], *record["addons"])} | {"seed": config["seed"]}
     environment = record["environment"]
     row["environment"] = {"commit": environment["commit"], "torch": environment["versions"]["torch"]}
-    row["seconds"] = round(sum(stage["seconds"] for stage in record["losses"] if stage["task"] > 0), 1)
+    row["seconds"] = seconds(record)
     return row
+
+
+def seconds(record: Any) -> dict[str, float]:
+    """Of the increments: the host's own stages, the stage of `carry`, and everything."""
+    stages = [(row["stage"] == STAGE, row["seconds"]) for row in record["losses"] if row["task"] > 0]
+    return {
+        "host": round(sum(time for own, time in stages if not own), 1),
+        "carry": round(sum(time for own, time in stages if own), 1),
+        "all": round(sum(record["task_seconds"][1:]), 1),
+    }
+
+
+def key(row: Row) -> str:
+    return json.dumps([row["addons"], row["oracle"], row["tasks"], row["config"]])
 
 
 def collect(folder: str, target: str) -> None:
     """Add the folder's runs to the file. A run that it has already is replaced."""
-    content = read(Path(target))
-    runs = {json.dumps([row["addons"], row["oracle"], row["config"]]): row for row in content["runs"]}
+    runs = {key(row): row for row in read(Path(target))}
     for path in find_records([Path(folder)]):
         row = compact(read_record(path))
-        runs[json.dumps([row["addons"], row["oracle"], row["config"]])] = row
-    content["runs"] = list(runs.values())
-    write(Path(target), content)
+        runs[key(row)] = row
+    write(Path(target), sorted(runs.values(), key=order))
 
 
-# Where the gap is ---------------------------------------------------------------------------------------------
-
-
-def classifier(run: str, root: str, target: str) -> None:
-    """Accuracy (all, base, new classes) of the last snapshot: as delivered, and with classifiers of all past images."""
-    number = last_task(run)
-    config = resolve(read_snapshot(run, number)[1]["config"])
-    snapshot = load_snapshot(run, number, load_dataset(config.dataset, root, **config.data_options()))
-    method, world, test, task = (
-        cast(ImageMethod, snapshot.method),
-        snapshot.parts.world,
-        snapshot.parts.test,
-        snapshot.task,
-    )
-    generator = torch.Generator().manual_seed(0)
-    rows, labels = method.rows_of(range(task.n_seen)), world.train.labels
-
-    @torch.no_grad()
-    def features_of(source: Any, rows: Tensor) -> Tensor:
-        method.eval()
-        return torch.cat(
-            [method.model(source.fetch(part, None, ("test",)).images).features.cpu() for part in rows.split(500)]
-        )
-
-    def accuracies(features: Tensor, labels: Tensor) -> list[float]:
-        correct = (scaled_logits(method, features).argmax(1) == labels).float()
-        base = labels < world.tasks[0].last
-        return [round(100 * float(part.mean()), 2) for part in (correct, correct[base], correct[~base])]
-
-    def trained(sample: Callable[[Tensor], tuple[Tensor, Tensor]], steps: int = 3000) -> list[float]:
-        start = {name: tensor.clone() for name, tensor in method.model.state_dict().items()}
-        parameters = [p.requires_grad_() for p in method.model.head.blocks.parameters()]
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        for _ in range(steps):
-            classes = torch.randint(task.n_seen, (64,), generator=generator)
-            features, targets = sample(classes)
-            optimizer.zero_grad()
-            F.cross_entropy(scaled_logits(method, features), targets).backward()
-            optimizer.step()
-            schedule.step()
-        found = accuracies(test_features, test_targets)
-        method.model.load_state_dict(start)
-        return found
-
-    features, targets = features_of(world.train, rows), labels[rows].cpu()
-    test_rows = test.rows_of(0, task.n_seen)
-    test_features, test_targets = features_of(test, test_rows), test.labels[test_rows].cpu()
-    method.model.head.cpu()
-    means, factors = class_gaussians(features, targets, range(task.n_seen), 1e-5)
-    by_class = [(targets == c).nonzero().flatten() for c in range(task.n_seen)]
-
-    def real(classes: Tensor) -> tuple[Tensor, Tensor]:
-        picks = [by_class[c][torch.randint(len(by_class[c]), (1,), generator=generator)] for c in classes.tolist()]
-        return features[torch.cat(picks)], classes
-
-    def gaussian(classes: Tensor) -> tuple[Tensor, Tensor]:
-        return draw(means, factors, classes, generator), classes
-
-    content = read(Path(target))
-    content["classifier"].append(
-        {
-            "run": " + ".join([snapshot.config.method, *snapshot.config.addons])
-            + (" (oracle)" if snapshot.config.oracle else ""),
-            "classes": task.n_seen,
-            "seed": snapshot.config.seed,
-            "as delivered": accuracies(test_features, test_targets),
-            "trained on the features of all past images": trained(real),
-            "trained on draws from the Gaussians of all past images": trained(gaussian),
-        }
-    )
-    write(Path(target), content)
+def order(row: Row) -> tuple[int, int, bool, int, int]:
+    methods = ["podnet", "mrfa", "pass"]
+    return methods.index(row["method"]), row["tasks"], row["oracle"], len(row["addons"]), seed_of(row)
 
 
 # The page -----------------------------------------------------------------------------------------------------
 
 
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [heads, *rows]).replace(
+        "\n", "\n" + "|---" * len(heads) + "|\n", 1
+    )
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard error of the mean."""
+    return float(stdev(values) / len(values) ** 0.5)
+
+
+def signed(values: Sequence[float], digits: int = 2) -> str:
+    """The mean and its standard error."""
+    text = f"{round(fmean(values), digits) + 0:+.{digits}f}"  # no -0
+    return f"{text} ± {spread(values):.{digits}f}" if len(values) > 1 else text
+
+
+def name_of(row: Row) -> str:
+    return " + ".join([row["method"], *row["addons"]]) + (" (oracle)" if row["oracle"] else "")
+
+
 def settings(row: Row) -> str:
     """What an attempt is called: its add-ons with the settings that matter."""
-    shown = {
-        "ivt": ("fisher_loss",),
-        "carry": ("drift",),
-        "consolidate": ("tail", "share", "distil_epochs", "head_epochs", "drift"),
+    shown: dict[str, dict[str, Any]] = {
+        "ivt": {"fisher_loss": "whole"},
+        "carry": {"drift": "map"},
+        "consolidate": {"tail": 0, "share": None, "distil_epochs": 0, "head_epochs": 0, "drift": "map"},
+        "podnet": {"memory": 10, "lr": 0.1},
+        "mrfa": {"memory": 10},
+        "pass": {},
     }
-    usual = {"whole", "map", 0}
-    host = row["config"][row["method"]]
-    texts = [f"memory={host['memory']}"] if row["method"] == "podnet" and host["memory"] != 10 else []
-    texts += [f"lr={host['lr']}"] if row["method"] == "podnet" and host["lr"] != 0.1 else []
-    for name in row["addons"]:
-        section = row["config"][name]
-        texts += [f"{key}={section[key]}" for key in shown[name] if key in section and section[key] not in usual]
-    return ", ".join(texts)
+    sections = [(name, row["config"][name]) for name in (row["method"], *row["addons"])]
+    return ", ".join(
+        f"{key}={section[key]}"
+        for name, section in sections
+        for key, usual in shown[name].items()
+        if key in section and section[key] != usual
+    )
 
 
-def group(rows: list[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        name = " + ".join([row["method"], *row["addons"]]) + (" (oracle)" if row["oracle"] else "")
-        groups.setdefault((row["method"], name, settings(row)), []).append(row)
-    return groups
+def seed_of(row: Row) -> int:
+    return cast(int, row["config"]["seed"])
 
 
-def by_seed(rows: list[Row], **wanted: Any) -> dict[int, float]:
-    return {
-        row["config"]["seed"]: row["metrics"]["LA"]
-        for row in rows
-        if all(row[key] == value for key, value in wanted.items()) and not settings(row)
-    }
+def over_classes(rows: Sequence[Row], hosts: dict[int, Row]) -> str:
+    """The standard error of the gain over the classes, each averaged over the seeds."""
+
+    def counts(row: Row) -> list[int]:
+        return cast(list[int], row["correct"][reported(row)])
+
+    gains = [[a - b for a, b in zip(counts(row), counts(hosts[seed_of(row)]), strict=True)] for row in rows]
+    return f"{spread([fmean(values) for values in zip(*gains, strict=True)]):.2f}"
 
 
-def table(content: dict[str, list[Row]]) -> str:
-    """One line per attempt, means over its seeds. The gain and the share of the gap are paired by seed."""
-    lines = [
-        "| run | settings | seeds | AA | LA | FM | base | new | gain in LA | of the gap | seconds |",
-        "|---" * 11 + "|",
-    ]
-    runs = sorted(content["runs"], key=lambda row: (row["method"] != "podnet", row["method"]))
-    for (method, name, text), rows in group(runs).items():
-        host = by_seed(runs, method=method, addons=[], oracle=False)
-        oracle = by_seed(runs, method=method, addons=[], oracle=True)
-        seeds = sorted(row["config"]["seed"] for row in rows)
-        cells = [fmean(row["metrics"][metric] for row in rows) for metric in ("AA", "LA", "FM")]
+def reported(row: Row) -> str:
+    """The classifier of a run's accuracy: the first of the record."""
+    return str(next(iter(row["correct"])))
+
+
+def runs_table(runs: Sequence[Row], references: Sequence[Row]) -> str:
+    """One line per group of seeds. Gains and shares of the gap are paired with the references of the same seed."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in runs:
+        groups.setdefault((row["method"], row["tasks"], name_of(row), settings(row)), []).append(row)
+    lines = []
+    for (method, tasks, name, text), rows in groups.items():
+        plain = {
+            oracle: {
+                seed_of(row): row
+                for row in references
+                if (row["method"], row["tasks"], row["oracle"], row["addons"], settings(row))
+                == (method, tasks, oracle, [], "")
+            }
+            for oracle in (False, True)
+        }
+        hosts, oracles = plain[False], plain[True]
+        paired = [row for row in rows if seed_of(row) in hosts]
+        itself = all(row is hosts.get(seed_of(row)) for row in rows)
+        gains = [row["metrics"]["LA"] - hosts[seed_of(row)]["metrics"]["LA"] for row in paired]
+        shares = [
+            100 * gain / (oracles[seed]["metrics"]["LA"] - hosts[seed]["metrics"]["LA"])
+            for gain, row in zip(gains, paired, strict=True)
+            if (seed := seed_of(row)) in oracles
+        ]
+        metrics = [fmean(row["metrics"][metric] for row in rows) for metric in ("AA", "LA", "FM")]
         last = [row["accuracy"][-1] for row in rows]
-        cells += [fmean(values[0] for values in last), fmean(fmean(values[1:]) for values in last)]
-        pairs = [(row["metrics"]["LA"] - host[seed], seed) for row in rows if (seed := row["config"]["seed"]) in host]
-        plain = not rows[0]["addons"] and not text and not rows[0]["oracle"]
-        gain = "" if plain or not pairs else f"{fmean(gain for gain, _ in pairs):+.2f}"
-        shares = [100 * gain / (oracle[seed] - host[seed]) for gain, seed in pairs if seed in oracle]
-        share = "" if plain or not shares or rows[0]["oracle"] else f"{fmean(shares):.0f} %"
-        numbers = " | ".join(f"{cell:.2f}" for cell in cells)
-        seconds = f"{fmean(row['seconds'] for row in rows):.0f}"
-        lines.append(f"| {name} | {text} | {', '.join(map(str, seeds))} | {numbers} | {gain} | {share} | {seconds} |")
-    return "\n".join(lines)
+        metrics += [fmean(values[0] for values in last), fmean(fmean(values[1:]) for values in last)]
+        lines.append(
+            [
+                name,
+                text,
+                ", ".join(str(seed) for seed in sorted(map(seed_of, rows))),
+                *(f"{value:.2f}" for value in metrics),
+                "" if itself or not gains else signed(gains),
+                "" if itself or not gains else over_classes(paired, hosts),
+                "" if itself or not shares or rows[0]["oracle"] else signed(shares, 0).lstrip("+") + " %",
+                ", ".join(sorted({short(row["environment"]["commit"]) for row in rows})),
+            ]
+        )
+    heads = ["run", "settings", "seeds", "AA", "LA", "FM", "base", "new", "gain in LA"]
+    return markdown([*heads, "± over classes", "of the gap", "commit"], lines)
 
 
-def classifier_table(content: dict[str, list[Row]]) -> str:
-    lines = ["| model after the last task | classifier | all | base | new |", "|---|---|---|---|---|"]
-    for row in content["classifier"]:
-        for name, values in row.items():
-            if isinstance(values, list):
-                numbers = " | ".join(f"{value:.1f}" for value in values)
-                classes = f", {row['classes']} classes" if "classes" in row else ""
-                lines.append(f"| {row['run']}, seed {row['seed']}{classes} | {name} | {numbers} |")
-    return "\n".join(lines)
+def short(commit: str) -> str:
+    return commit[:7] + "*" * commit.endswith("-dirty")
+
+
+def two_classifiers_table(runs: Sequence[Row]) -> str:
+    """LA by the classifier that is trained and by the nearest class mean. The first of a record is reported."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in runs:
+        groups.setdefault((name_of(row), settings(row)), []).append(row)
+    lines = []
+    for (name, text), rows in groups.items():
+        trained, nearest = (
+            fmean(100 * sum(row["correct"][kind]) / (TEST * CLASSES) for row in rows) for kind in ("cnn", "nme")
+        )
+        first = {"cnn": "trained", "nme": "nearest mean"}[reported(rows[0])]
+        lines.append([name, text, f"{trained:.2f}", f"{nearest:.2f}", first])
+    return markdown(["run", "settings", "trained classifier", "nearest mean", "reported"], lines)
+
+
+def cost_table(runs: Iterable[tuple[str, str, dict[str, float]]]) -> str:
+    """Of runs with `carry`: the time of its stage, and of all but the host's stages, against the host's stages."""
+    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for device, name, times in runs:
+        groups.setdefault((device, name), []).append(times)
+    lines = []
+    for (device, name), rows in groups.items():
+        own, rest = (
+            ", ".join(f"{100 * time / host:.0f} %" for time, host in pairs)
+            for pairs in ([(t["carry"], t["host"]) for t in rows], [(t["all"] - t["host"], t["host"]) for t in rows])
+        )
+        lines.append([device, name, own, rest])
+    return markdown(["device", "run", "its stage", "all but the host's stages"], lines)
+
+
+def costs(results: Path, proxy: Sequence[Row]) -> str:
+    runs = [("CPU, proxy", name_of(row), row["seconds"]) for row in proxy if "carry" in row["addons"]]
+    for name in ("podnet+carry", "podnet+ivt+carry"):
+        record = json.loads((results / "successor" / "held-out" / f"{name}-5-s0.json").read_text())
+        runs.append(("H200, CIFAR-100", name.replace("+", " + "), seconds(record)))
+    return cost_table(run for run in runs if "oracle" not in run[1])
+
+
+def classifier_table(rows: Sequence[Row]) -> str:
+    lines = [
+        [f"{row['run']}, seed {row['seed']}, {row['classes']} classes", name, *(f"{value:.1f}" for value in values)]
+        for row in rows
+        for name, values in row.items()
+        if isinstance(values, list)
+    ]
+    return markdown(["model after the last task", "classifier", "all", "base", "new"], lines)
+
+
+def ablation_table(rows: Sequence[Row]) -> str:
+    """Means over the seeds of each run, side by side; the difference to the map of `carry` is paired."""
+    runs = list(dict.fromkeys(row["run"] for row in rows))
+    lines = []
+    for name in rows[0]["rows"]:
+        cells = [name]
+        for number, run in enumerate(runs):
+            own = [row["rows"] for row in rows if row["run"] == run]
+            variants = [each[name] for each in own]
+            cells += [
+                f"{fmean(v[kind] for v in variants):.2f}" if kind in variants[0] else ""
+                for kind in ("mean", "covariance")
+            ]
+            parts = range(1 if number else 3)
+            cells += [f"{fmean(v['accuracy'][part] for v in variants):.2f}" for part in parts]
+            against = [v["accuracy"][0] - each["map"]["accuracy"][0] for v, each in zip(variants, own, strict=True)]
+            cells.append("" if name == "map" else signed(against))
+        lines.append(cells)
+    heads = ["statistics or images", "error of means", "of covariances", "all", "base", "new", "to `map`"]
+    for run in runs[1:]:
+        heads += [f"{run}: error of means", "of covariances", "all", "to `map`"]
+    return markdown(heads, lines)
+
+
+def held_out_table(folder: Path) -> str:
+    lines = []
+    for name in ("podnet", "podnet+ivt", "podnet+carry", "podnet+ivt+carry"):
+        record = json.loads((folder / f"{name}-5-s0.json").read_text())
+        metrics, last = record["metrics"], record["accuracy"][-1]
+        cells = [f"{metrics[metric]:.2f}" for metric in ("AA", "LA", "FM")]
+        lines.append([name.replace("+", " + "), *cells, f"{last[0]:.1f}", f"{fmean(last[1:]):.1f}"])
+    return markdown(["run", "AA", "LA", "FM", "base classes", "new classes"], lines)
+
+
+def gap_table(folder: Path) -> str:
+    """LA of the reported runs by the trained classifier and by the nearest mean, means of three seeds."""
+    lines = []
+    for name, title in (("podnet", "PODNet"), ("podnet+ivt", "PODNet + IVT"), ("podnet-oracle", "oracle")):
+        records = [json.loads((folder / f"{name}-5-s{seed}.json").read_text()) for seed in range(3)]
+        trained, nearest = (
+            fmean(sum(record["correct"][kind][-1]) / 100 for record in records) for kind in ("cnn", "nme")
+        )
+        lines.append([title, f"{trained:.2f}", f"{nearest:.2f}", f"{trained - nearest:.2f}"])
+    return markdown(["run", "trained classifier", "nearest mean", "difference"], lines)
+
+
+def tables(results: Path) -> dict[str, str]:
+    folder = results / "successor"
+    proxy = read(folder / "proxy.json")
+    return {
+        "held out": held_out_table(folder / "held-out"),
+        "gap": gap_table(results / "cifar100"),
+        "classifiers": classifier_table(json.loads((folder / "classifiers.json").read_text())["last"]),
+        "proxy": runs_table(proxy, proxy),
+        "ablation": ablation_table(json.loads((folder / "ablation.json").read_text())["ablation"]),
+        "both classifiers": two_classifiers_table(proxy),
+        "cost": costs(results, proxy),
+        "attempts": runs_table(read(folder / "attempts.json"), proxy),
+    }
 
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    if command == "table":
-        loaded = read(Path(arguments[0]))
-        sys.stdout.write(classifier_table(loaded) + "\n\n" + table(loaded) + "\n")
+    if command == "tables":
+        for title, table in tables(Path(arguments[0])).items():
+            sys.stdout.write(f"{title}\n\n{table}\n\n")
     else:
-        commands: dict[str, Callable[..., None]] = {
-            "images": write_images,
-            "collect": collect,
-            "classifier": classifier,
-        }
+        commands: dict[str, Callable[..., None]] = {"images": write_images, "collect": collect}
         commands[command](*arguments)

@@ -103,7 +103,8 @@ class ClassStatistics:
     shift: Tensor  # mean length of the last displacement of the means, relative to their norm
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        self.means = self.factors = torch.zeros(0, device=device)
+        self.means = torch.zeros(0, 0, device=device)
+        self.factors = torch.zeros(0, 0, 0, device=device)
         self.shift = torch.zeros((), device=device)
 
     def __len__(self) -> int:
@@ -161,8 +162,14 @@ class ClassStatistics:
         return draw(self.means, self.factors, labels, generator), labels
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"means": self.means, "factors": self.factors, "shift": self.shift}
+        """Of the factors the lower triangles: d + d (d + 1) / 2 numbers per class, and one more for all."""
+        rows, columns = torch.tril_indices(*self.factors.shape[1:])
+        return {"means": self.means, "factors": self.factors[:, rows, columns], "shift": self.shift}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = (state[name].to(self.means.device, copy=True) for name in ("means", "factors", "shift"))
-        self.means, self.factors, self.shift = own
+        device = self.means.device
+        means, packed, self.shift = (state[name].to(device, copy=True) for name in ("means", "factors", "shift"))
+        classes, width = means.shape
+        rows, columns = torch.tril_indices(width, width)
+        self.means, self.factors = means, packed.new_zeros(classes, width, width)
+        self.factors[:, rows, columns] = packed

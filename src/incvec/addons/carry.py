@@ -9,11 +9,13 @@ features are stored in the task of the class, from all its images. After every l
    of a feature as an affine function of the feature, and it is applied to means and covariances (`drift`);
 2. the classifier alone is trained on draws from the Gaussians of all classes, as many of each.
 
-The statistics stay exact as far as the features stay, so it can be combined with add-ons that restrain the increment:
-`--addon ivt --addon carry`. It works with and without exemplars. For 64 features a class takes 2,144 numbers (the
-covariance is symmetric), 8,576 bytes, as much as 2.8 exemplars of 32 x 32 pixels: 17 exemplars with it take no more
-memory than 20 without. The classifier that it trains is the one reported, also for methods that report the nearest mean
-of exemplars. Prototypes that a method stores (PASS, FCS, SSRE) are the carried means when the next task begins.
+The closest published method is AdaGauss, which maps draws by a network and has no exemplars; to train a classifier on
+class Gaussians is SLCA's idea. The page compares them. The statistics stay exact as far as the features stay, so it can
+be combined with add-ons that restrain the increment: `--addon ivt --addon carry`. For 64 features a class takes 2,144
+numbers (the covariance is symmetric), 8,576 bytes, as much as 2.8 exemplars of 32 x 32 pixels: 17 exemplars with it
+take no more memory than 20 without. The classifier that it trains is the one reported, also for methods that report the
+nearest mean of exemplars. Prototypes that a method stores (PASS, FCS, SSRE) are the carried means when the next task
+begins.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class Carry(AddOn):
     name = "carry"
     summary = "carries feature statistics of old classes along, and trains the classifier on draws from all classes"
     paper = (
-        "this project (docs/successor.md); classifiers from class Gaussians: Slow Learner with Classifier Alignment, "
-        "https://arxiv.org/abs/2303.05118"
+        "this project (docs/successor.md); the closest published method: AdaGauss, Task-recency bias strikes back, "
+        "https://arxiv.org/abs/2409.18265"
     )
     Options = CarryOptions
     options: CarryOptions

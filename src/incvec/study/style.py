@@ -62,7 +62,7 @@ METHODS = {
 }
 ADDONS = {
     "ivt": RunStyle("IVT", "#0072B2", "o"),
-    "carry": RunStyle("carry", "#009E73", "P"),
+    "carry": RunStyle("carry", "#6A3D9A", "P"),
     "eopc": RunStyle("EOPC", "#EE3377", "X"),
     "cofima": RunStyle("CoFiMA", "#AA4499", "p"),
     "magmax": RunStyle("MagMax", "#E69F00", "h"),
