@@ -1,6 +1,7 @@
 """The proxy study of docs/successor.md: its images, its runs, and the tables of the page.
 
     python tools/successor_proxy.py images DATA_ROOT FOLDER    50 classes of CIFAR-100 as class folders
+    python tools/successor_proxy.py other-images DATA_ROOT FOLDER    the other 50
     incvec sweep successor-proxy --data-root FOLDER --out RUNS
     python tools/successor_proxy.py collect RUNS JSON          adds the records of the folder to the file
     python tools/successor_proxy.py tables RESULTS             the tables of the page, from the folder `results`
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, cast
@@ -30,10 +32,10 @@ KEPT = ("method", "addons", "oracle", "tasks", "accuracy", "metrics", "correct")
 Row = dict[str, Any]
 
 
-def write_images(data_root: str, folder: str) -> None:
+def write_images(data_root: str, folder: str, first: int = 0) -> None:
     data = load_dataset("cifar100", data_root)
-    chosen = torch.randperm(data.n_classes, generator=torch.Generator().manual_seed(SEED))[:CLASSES].tolist()
-    for label in chosen:
+    shuffled = torch.randperm(data.n_classes, generator=torch.Generator().manual_seed(SEED)).tolist()
+    for label in shuffled[first : first + CLASSES]:
         rows = (data.train_labels == label).nonzero().flatten().tolist()
         for part, selected in (("train", rows[:TRAIN]), ("test", rows[TRAIN : TRAIN + TEST])):
             target = Path(folder) / part / data.class_names[label]
@@ -319,5 +321,8 @@ if __name__ == "__main__":
         for title, table in tables(Path(arguments[0])).items():
             sys.stdout.write(f"{title}\n\n{table}\n\n")
     else:
-        commands: dict[str, Callable[..., None]] = {"images": write_images, "collect": collect}
+        other_images = partial(write_images, first=CLASSES)
+        commands: dict[str, Callable[..., None]] = {
+            "images": write_images, "other-images": other_images, "collect": collect
+        }  # fmt: skip
         commands[command](*arguments)
