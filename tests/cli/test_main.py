@@ -125,6 +125,18 @@ def test_missing_package_names_the_install_command(
         assert (Path(command[1]) / "pyproject.toml").exists()
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_wait_without_spinning_unless_the_user_wants_it(given: str | None, expected: str) -> None:
+    code = "import atexit, os, sys; sys.argv = ['incvec', 'list']; from incvec.__main__ import main\n"
+    code += "atexit.register(lambda: print('torch' in sys.modules, os.environ['OMP_WAIT_POLICY'])); main()"
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"PYTHONPATH": str(Path(incvec.__file__).parents[1])} | (
+        {} if given is None else {"OMP_WAIT_POLICY": given}
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"False {expected}"
+
+
 def test_module_stops_on_ctrl_c_with_a_checkpoint(tmp_path: Path) -> None:
     source = str(Path(incvec.__file__).parents[1])
     command = [sys.executable, "-m", "incvec", *PODNET, "--set", "podnet.base_epochs=1", "--set", "podnet.epochs=9999"]
