@@ -18,7 +18,7 @@ from incvec.methods import find_method
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "successor.md"
-TABLES = ["gap", "classifiers", "held out", "proxy", "both classifiers", "ablation", "cost", "attempts"]
+TABLES = ["gap", "classifiers", "held out", "proxy", "confirmation", "both classifiers", "ablation", "cost", "attempts"]
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +44,17 @@ def test_tables_of_the_page_are_those_of_the_records(name: str, proxy: dict[str,
 def test_numbers_of_the_summary(proxy: dict[str, Any]) -> None:
     """The first table of the page repeats cells of the others."""
     page = PAGE.read_text()
-    rows = {
-        tuple(row[:2]): row for row in (line.split(" | ") for line in proxy["tables"](RESULTS)["proxy"].split("\n"))
-    }
-    for host, text in (("podnet", "memory=7"), ("mrfa", "memory=7"), ("pass", "")):
+    tables = proxy["tables"](RESULTS)
+    cases = [("proxy", host, text) for host, text in (("podnet", "memory=7"), ("mrfa", "memory=7"), ("pass", ""))]
+    for table, host, text in [*cases, ("confirmation", "podnet", "memory=7")]:
+        rows = {tuple(row[:2]): row for row in (line.split(" | ") for line in tables[table].split("\n"))}
         carry, plain = (rows[f"| {host}{addons}", settings] for addons, settings in ((" + carry", text), ("", "")))
         share = carry[10] or "no oracle"
-        title = {"podnet": "PODNet", "mrfa": "MRFA", "pass": "PASS"}[host]
+        title = f"proxy on a CPU, {({'podnet': 'PODNet', 'mrfa': 'MRFA', 'pass': 'PASS'})[host]},.*"
+        if table == "confirmation":
+            title = "the same on 50 other classes, after all choices"
         fm = " to ".join(f"{float(row[5]):.1f}" for row in (plain, carry))
-        assert re.search(rf"\| proxy on a CPU, {title},.* \| {re.escape(carry[8])} \| {share} \| {fm} \|", page)
+        assert re.search(rf"\| {title} \| {re.escape(carry[8])} \| {share} \| {fm} \|", page)
 
 
 def test_after_80_classes() -> None:
@@ -89,11 +91,12 @@ def test_a_gain_is_paired_by_seed(proxy: dict[str, Any]) -> None:
     assert line.endswith("| 0, 1 | 17.00 | 17.00 | 0.00 | 17.00 | 17.00 | +2.00 ± 1.00 | 5.00 | 62 ± 12 % | 0123456* |")
 
 
-def test_runs_of_the_page_are_those_of_the_sweep(proxy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "least"), [("proxy", 20), ("confirmation", 15)])
+def test_runs_of_the_page_are_those_of_the_sweep(name: str, least: int, proxy: dict[str, Any]) -> None:
     """Settings that did not exist when a run was made are not compared."""
     planned = [config for _, config in plan("successor-proxy", [])]
-    rows = proxy["read"](RESULTS / "successor" / "proxy.json")
-    assert len(rows) >= 20
+    rows = proxy["read"](RESULTS / "successor" / f"{name}.json")
+    assert len(rows) >= least
     for row in rows:
         assert "dirty" not in row["environment"]["commit"]
         assert any(

@@ -302,12 +302,13 @@ def gap_table(folder: Path) -> str:
 
 def tables(results: Path) -> dict[str, str]:
     folder = results / "successor"
-    proxy = read(folder / "proxy.json")
+    proxy, other = (read(folder / f"{name}.json") for name in ("proxy", "confirmation"))
     return {
         "held out": held_out_table(folder / "held-out"),
         "gap": gap_table(results / "cifar100"),
         "classifiers": classifier_table(json.loads((folder / "classifiers.json").read_text())["last"]),
         "proxy": runs_table(proxy, proxy),
+        "confirmation": runs_table(other, other),
         "ablation": ablation_table(json.loads((folder / "ablation.json").read_text())["ablation"]),
         "both classifiers": two_classifiers_table(proxy),
         "cost": costs(results, proxy),
