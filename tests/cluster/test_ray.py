@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,18 @@ def test_killed_node(cluster: LocalCluster, local: Path, tmp_path: Path) -> None
     same_sweep(out, local)
 
 
+def stop_within_a_run(cluster: LocalCluster) -> tuple[str, int] | None:
+    """Suspend a worker that has a run. None if its report that the run has ended was on the way."""
+    for node, pid, runs in cluster.workers():
+        if runs:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(1)
+            if (node, pid, runs) in cluster.workers():
+                return node, pid
+            os.kill(pid, signal.SIGCONT)
+    return None
+
+
 def test_hanging_worker(cluster: LocalCluster, local: Path, tmp_path: Path) -> None:
     """A process that is stopped reports nothing more; another one takes its place."""
     out = tmp_path / "out"
@@ -70,8 +83,7 @@ def test_hanging_worker(cluster: LocalCluster, local: Path, tmp_path: Path) -> N
     until(lambda: list(out.glob("*/record.json")))
     module = "incvec.cluster.coordinator"
     ray.get(cluster.coordinator().__ray_call__.remote(lambda _: setattr(sys.modules[module], "HANG_TIMEOUT", 6.0)))
-    node, pid, _ = until(lambda: next((worker for worker in cluster.workers() if worker[2]), None))
-    os.kill(pid, signal.SIGSTOP)
+    node, pid = until(lambda: stop_within_a_run(cluster))
     assert driver.wait(240) == 0, (tmp_path / "log").read_text()
     assert f"its worker on {node} was lost (no report for" in (tmp_path / "log").read_text()
     until(lambda: not Path(f"/proc/{pid}").exists(), seconds=30)
