@@ -36,7 +36,7 @@ def test_tables_of_the_page_are_those_of_the_records(name: str, proxy: dict[str,
     tables = proxy["tables"](RESULTS)
     assert set(tables) == set(TABLES)
     assert tables[name].count("\n") > 3
-    assert tables[name] in PAGE.read_text(), (
+    assert f"\n\n{tables[name]}\n\n" in PAGE.read_text(), (
         "docs/successor.md is stale: python tools/successor_proxy.py tables results"
     )
 

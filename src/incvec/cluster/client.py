@@ -156,6 +156,8 @@ def start(sweep: ClusterSweep) -> Sweep:
     try:
         coordinator = actor.remote(sweep)
     except ValueError:  # the name is taken: the same command was given elsewhere at the same time
+        if find(sweep.name) is None:
+            raise
         return start(sweep)
     return Sweep(coordinator, sweep.title, sweep.storage, [name for name, _ in sweep.runs])
 
