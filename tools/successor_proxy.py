@@ -3,6 +3,7 @@
     python tools/successor_proxy.py images DATA_ROOT FOLDER    50 classes of CIFAR-100 as class folders
     python tools/successor_proxy.py other-images DATA_ROOT FOLDER    the other 50
     incvec sweep successor-proxy --data-root FOLDER --out RUNS
+    incvec sweep proxy-10 --data-root FOLDER --out RUNS
     python tools/successor_proxy.py collect RUNS JSON          adds the records of the folder to the file
     python tools/successor_proxy.py tables RESULTS             the tables of the page, from the folder `results`
 
@@ -92,7 +93,7 @@ def collect(folder: str, target: str) -> None:
 
 
 def order(row: Row) -> tuple[int, int, bool, int, int]:
-    methods = ["podnet", "mrfa", "pass"]
+    methods = ["podnet", "mrfa", "pass", "fcs"]
     return methods.index(row["method"]), row["tasks"], row["oracle"], len(row["addons"]), seed_of(row)
 
 
@@ -129,6 +130,7 @@ def settings(row: Row) -> str:
         "podnet": {"memory": 10, "lr": 0.1},
         "mrfa": {"memory": 10},
         "pass": {},
+        "fcs": {},
     }
     sections = [(name, row["config"][name]) for name in (row["method"], *row["addons"])]
     return ", ".join(
@@ -219,6 +221,26 @@ def two_classifiers_table(runs: Sequence[Row]) -> str:
         first = {"cnn": "trained", "nme": "nearest mean"}[reported(rows[0])]
         lines.append([name, text, f"{trained:.2f}", f"{nearest:.2f}", first])
     return markdown(["run", "settings", "trained classifier", "nearest mean", "reported"], lines)
+
+
+def fisher_table(runs: Sequence[Row]) -> str:
+    """What IVT adds to each host with the Fisher of the whole loss and of the task's own, and their difference."""
+    by_kind: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in runs:
+        kind = row["config"]["ivt"]["fisher_loss"] if row["addons"] == ["ivt"] else "host"
+        if row["addons"] in ([], ["ivt"]) and not row["oracle"]:
+            by_kind.setdefault((row["method"], kind), {})[seed_of(row)] = row
+    lines = []
+    for method in dict.fromkeys(method for method, _ in by_kind):
+        host, whole, own = (by_kind[method, kind] for kind in ("host", "whole", "own"))
+        for name, rows, others in (("whole", whole, host), ("own", own, host), ("own - whole", own, whole)):
+            seeds = sorted(rows.keys() & others.keys())
+            differences = (
+                signed([rows[seed]["metrics"][metric] - others[seed]["metrics"][metric] for seed in seeds])
+                for metric in ("AA", "LA", "FM")
+            )
+            lines.append([method, name, ", ".join(map(str, seeds)), *differences])
+    return markdown(["host", "Fisher of the loss", "seeds", "AA", "LA", "FM"], lines)
 
 
 def cost_table(runs: Iterable[tuple[str, str, dict[str, float]]]) -> str:
