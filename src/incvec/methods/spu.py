@@ -24,12 +24,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from incvec.contracts import Batch, Stage, Task, Terms
-from incvec.methods.flyp import FLYP, FLYPOptions
+from incvec.methods.dual import DualOptions
+from incvec.methods.flyp import FLYP
 
 SCORE, MASK = "score.", "mask."
 
 
-class SPUOptions(FLYPOptions):
+class SPUOptions(DualOptions):
     share: float = Field(0.1, gt=0, le=1, description="share of the entries of a matrix that are updated")
     score_share: float = Field(0.25, gt=0, le=1, description="share of the task's images for the scores")
 
