@@ -9,7 +9,8 @@ In each of these weight matrices, only the 10 % of entries with the largest |sum
 projection are updated completely. Training uses FLYP's loss, with the gradients multiplied by the mask.
 
 The authors keep a buffer of old images; the IVT paper lists SPU as a method without exemplars, and so it is here.
-Their pass does not clear gradients between its batches, so early ones count several times; here each counts once.
+Their pass does not clear gradients between its batches, so early ones count several times; here each counts once. It
+also goes on beyond the quarter while any entry of a sum is below 1e-12 in magnitude; here it ends there.
 Their weight decay also changes masked entries; with Adam and no weight decay, as here, masked entries do not change.
 """
 
