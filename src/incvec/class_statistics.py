@@ -141,6 +141,7 @@ class ClassStatistics:
     def move(self, before: Tensor, after: Tensor, labels: Tensor, ridge: float = 0.01) -> None:
         """Let the statistics follow the features, which are those of the same images before and after a training.
 
+        Compute both in eval mode and without random augmentation, as for `add`.
         A ridge regression, every class with the same weight, gives the displacement of a feature as an affine function
         of the feature. It is applied to means and covariances. `ridge`: of the linear part, relative to the variance.
         Without any class yet, nothing is done.
