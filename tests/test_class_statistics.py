@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from incvec import ClassStatistics
+from incvec import ClassStatistics, class_statistics
 from incvec.class_statistics import JITTER, class_gaussians, class_weights, draw, fit_displacement
 from incvec.data.gaussians import FeatureSource, GaussianSource
 from tests.methods.tools import seeded
@@ -125,16 +125,6 @@ def test_class_gaussians() -> None:
     torch.testing.assert_close(ridge[0], 0.2 * torch.eye(3))
 
 
-def test_shrunk_covariances() -> None:
-    features = torch.randn(30, 3, generator=seeded())
-    _, factors = class_gaussians(features, torch.zeros(30, dtype=torch.int64), range(1), ridge=1e-4, shrink=True)
-    c = torch.cov(features.T.double())
-    on = (c[0, 0] + c[1, 1] + c[2, 2]) / 3
-    off = (c[0, 1] + c[0, 2] + c[1, 2]) / 3
-    wanted = c + torch.tensor([[on, off, off], [off, on, off], [off, off, on]]) + 1e-4 * torch.eye(3)
-    torch.testing.assert_close((factors[0] @ factors[0].T).double(), wanted, rtol=1e-4, atol=1e-5)
-
-
 def test_draws_have_the_mean_and_covariance_of_their_class() -> None:
     means, factors = torch.tensor([[5.0, 0.0], [-3.0, 1.0]]), torch.tensor([[[1.0, 0], [0.5, 2]], [[0.1, 0], [0, 0.1]]])
     batch = GaussianSource(means, factors, torch.tensor([1.0, 2.0])).fetch(torch.tensor([1, 0] * 4000), seeded())
@@ -192,3 +182,102 @@ def test_a_loaded_state_is_on_the_device_of_the_object() -> None:
     statistics.add(*two_classes(5))
     other.load_state_dict(statistics.state_dict())
     assert other.means.device.type == "meta"
+
+
+# Numbers that are hard: few samples, large, small and half-precision features ------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6, 1e12])
+@pytest.mark.parametrize("each", [1, 2, 30])
+def test_covariances_have_factors_at_any_scale_with_few_samples(scale: float, each: int) -> None:
+    """One class, and fewer samples than features: the covariance is singular, and rounding grows with the features."""
+    before = scale * torch.randn(each, 40, generator=seeded(1))
+    after = 1.5 * before + scale
+    labels = torch.zeros(each, dtype=torch.int64)
+    statistics = ClassStatistics()
+    statistics.add(before, labels)
+    for start, end in ((before, after), (after, before)):
+        statistics.move(start, end, labels)
+    drawn, _ = statistics.sample(50, seeded())
+    assert drawn.isfinite().all()
+    spread = 0 if each == 1 else torch.cov(before.T.double()).diagonal().sum().sqrt()
+    assert (statistics.means - before.mean(0)).norm() < 1e-4 * before.norm() + 0.3 * spread
+    assert statistics.factors.norm() < 2 * spread + 0.1
+
+
+def test_without_a_ridge_few_samples_give_the_solution_of_least_norm() -> None:
+    before, points = torch.randn(6, 30, generator=seeded()), torch.randn(4, 30, generator=seeded(1)).double()
+    after = before + 0.1 * torch.randn(6, 30, generator=seeded(2))
+    moves = fit_displacement(before, after, torch.ones(6).double(), ridge=0.0)
+    x, moved = before.double() - before.double().mean(0), (after - before).double()
+    expected = moved.mean(0) + (points - before.double().mean(0)) @ torch.linalg.pinv(x) @ (moved - moved.mean(0))
+    torch.testing.assert_close(moves(points), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float16, 6e4), (torch.bfloat16, 1e30)])
+def test_displacements_of_half_precision_features(dtype: torch.dtype, largest: float) -> None:
+    """The difference of two numbers may be too large for their type, or have more digits than fit."""
+    before = (largest * torch.tensor([[-1.0, 1 / 3], [1.0, 1.0]])).to(dtype)
+    after = (largest * torch.tensor([[1.0, -1.0], [1.0, 0.7]])).to(dtype)
+    moves = fit_displacement(before, after, torch.ones(2), ridge=1e12)
+    torch.testing.assert_close(moves.offset, (after.double() - before.double()).mean(0), rtol=1e-6, atol=0)
+
+
+def test_features_of_zeros() -> None:
+    zeros, labels = torch.zeros(4, 3), torch.tensor([0, 0, 1, 1])
+    statistics = ClassStatistics()
+    statistics.add(zeros, labels)
+    statistics.move(zeros, zeros, labels)
+    assert float(statistics.shift) == 0
+    torch.testing.assert_close(statistics.factors[0], (2 * JITTER) ** 0.5 * torch.eye(3))
+
+
+def test_a_move_that_fails_changes_nothing() -> None:
+    features, labels = two_classes(5)
+    statistics = ClassStatistics()
+    statistics.add(features, labels)
+    state = {name: value.clone() for name, value in statistics.state_dict().items()}
+    huge = 1e300 * features.double()  # finite, but its square is not
+    with pytest.raises(RuntimeError):
+        statistics.move(huge, huge, labels)
+    for name, value in statistics.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+def test_labels_of_any_integer_type() -> None:
+    features, labels = two_classes(5)
+    expected = ClassStatistics()
+    expected.add(features, labels)
+    expected.move(features, features + 1, labels)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        statistics = ClassStatistics()
+        statistics.add(features, labels.to(dtype))
+        statistics.move(features, features + 1, labels.to(dtype))
+        assert torch.equal(statistics.means, expected.means)
+    for wrong in (labels.float(), labels - 1):
+        with pytest.raises(ValueError, match="expected labels that are integers from 0 up"):
+            expected.move(features, features, wrong)
+
+
+def test_temporary_tensors_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw copies the factor of its class: with 2,048 features, 128 draws at once would take 2 GB."""
+    features, labels = two_classes()
+    whole, parts = ClassStatistics(), ClassStatistics()
+    for statistics, numbers in ((whole, class_statistics.CHUNK), (parts, 4)):
+        monkeypatch.setattr(class_statistics, "CHUNK", numbers)
+        statistics.add(features, labels)
+        statistics.move(features, 1.1 * features, labels)
+    torch.testing.assert_close(parts.factors, whole.factors)
+    assert torch.equal(parts.means, whole.means)
+    sizes: list[int] = []
+
+    def recorded(*arguments: torch.Tensor, **rest: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(arguments[2]))
+        return draw(*arguments, **rest)
+
+    monkeypatch.setattr(class_statistics, "draw", recorded)
+    drawn, classes = parts.sample(6, seeded())
+    assert sizes == [1] * 6
+    nearest = torch.cdist(drawn, parts.means).argmin(1)
+    assert torch.equal(nearest, classes)
+    assert parts.sample(0)[0].shape == (0, 2)

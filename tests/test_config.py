@@ -18,8 +18,9 @@ from incvec.config import (
     differences,
     parse_yaml,
     read_yaml,
-    upgrade_settings,
+    rename_settings,
     validate,
+    without_removed_settings,
 )
 from incvec.errors import ConfigError
 from incvec.methods import METHODS, find_method
@@ -46,9 +47,14 @@ def test_differences_within_a_section_are_listed() -> None:
 
 def test_renamed_settings_are_translated_in_saved_configurations() -> None:
     saved = {"method": "podnet", "podnet": {"optimiser": "sgd", "lr": 0.1}, "eopc": {"centre": 0.75}}
-    assert upgrade_settings(saved) == {
+    assert rename_settings(saved) == {
         "method": "podnet", "podnet": {"optimizer": "sgd", "lr": 0.1}, "eopc": {"center": 0.75},
     }  # fmt: skip
+
+
+def test_removed_settings_are_left_out_of_saved_configurations_if_they_had_their_default() -> None:
+    saved = {"flyp": {"lr": 0.1, "targets": "diagonal"}, "rapf": {"shrink": True}, "mine": {"shrink": False}}
+    assert without_removed_settings(saved) == {"flyp": {"lr": 0.1}, "rapf": {"shrink": True}, "mine": {"shrink": False}}
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,12 @@ def test_tensors_of_format_1_are_renamed(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(read_tensors(tmp_path / "new.safetensors")[0]) == sorted(old)
 
 
+def test_a_file_whose_configuration_has_removed_settings_can_be_read(tmp_path: Path) -> None:
+    config = {"method": "rapf", "rapf": {"lr": 0.1, "shrink": False}}
+    write_tensors(tmp_path / "old.safetensors", {}, {"config": config})
+    assert read_meta(tmp_path / "old.safetensors")["config"] == {"method": "rapf", "rapf": {"lr": 0.1}}
+
+
 def test_later_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(atomic_files, "FORMAT", 3)

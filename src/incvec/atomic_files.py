@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from incvec.config import upgrade_settings
+from incvec.config import rename_settings, without_removed_settings
 from incvec.errors import CheckpointError, IncvecError, shorten
 
 FORMAT = 2  # 1 had British names of settings and tensors, and "facts" for "statistics"
@@ -220,13 +220,15 @@ def _read(path: Path, with_tensors: bool, remedy: str) -> tuple[dict[str, Tensor
 
 
 def _upgrade(tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Translate the names of format 1."""
+    """Translate the names of format 1, and leave out settings that no longer exist."""
     if meta["format"] == 1:
         tensors = {_FORMAT_1.sub(lambda word: RENAMED_TENSORS[word[0]], name): t for name, t in tensors.items()}
         if isinstance(meta.get("config"), dict):
-            meta["config"] = upgrade_settings(meta["config"])
+            meta["config"] = rename_settings(meta["config"])
         if isinstance(progress := meta.get("progress"), dict) and "facts" in progress:
             progress["statistics"] = progress.pop("facts")
+    if isinstance(meta.get("config"), dict):
+        meta["config"] = without_removed_settings(meta["config"])
     return tensors, meta
 
 

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 JITTER = 1e-5  # added to variances, so that covariances have a Cholesky factor
+ROUNDING = 1e-10  # relative to the variances: what rounding in float64 stays below
+CHUNK = 2**26  # numbers of a temporary tensor
 
 
 class Displacement(NamedTuple):
@@ -44,12 +46,16 @@ class Displacement(NamedTuple):
 
 
 def fit_displacement(before: Tensor, after: Tensor, weights: Tensor, ridge: float) -> Displacement:
-    """The weighted ridge regression of `after - before` on `before`, in float64. A large ridge leaves a translation."""
+    """The weighted ridge regression of `after - before` on `before`, in float64. A large ridge leaves a translation.
+
+    With a ridge of 0 and fewer samples than features, the solution of least norm.
+    """
+    before, after = (values.to(torch.promote_types(values.dtype, torch.float32)) for values in (before, after))
     x, moved, w = before.double(), (after - before).double(), (weights / weights.sum()).double()[:, None]
     center, offset = (w * x).sum(0), (w * moved).sum(0)
     x, residual = x - center, moved - offset
     gram = x.T @ (w * x)
-    floor = ridge * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
+    floor = max(ridge, ROUNDING) * gram.diagonal().mean() + torch.finfo(torch.float32).tiny
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     slope = torch.linalg.solve(gram + floor * eye, x.T @ (w * residual))
     residual = residual - x @ slope
@@ -61,26 +67,30 @@ def class_weights(labels: Tensor) -> Tensor:
     return 1 / torch.bincount(labels)[labels]
 
 
+def cholesky_factors(covariances: Tensor, ridge: float) -> Tensor:
+    """Lower factors L of the last two dimensions, L L' = covariance + ridge I, in float32.
+
+    If the variances are so large that rounding may exceed the ridge, it is larger: `ROUNDING` times their mean.
+    """
+    variance = covariances.diagonal(dim1=-2, dim2=-1).mean(-1)
+    eye = torch.eye(covariances.shape[-1], dtype=covariances.dtype, device=covariances.device)
+    factors: Tensor = torch.linalg.cholesky(covariances + (ROUNDING * variance).clamp(min=ridge)[..., None, None] * eye)
+    return factors.float()
+
+
 def class_gaussians(
-    features: Tensor, labels: Tensor, classes: Sequence[int], ridge: float = JITTER, shrink: bool = False
+    features: Tensor, labels: Tensor, classes: Sequence[int], ridge: float = JITTER
 ) -> tuple[Tensor, Tensor]:
     """Means [C, d] and lower factors L [C, d, d] of the classes, L L' = unbiased covariance + ridge I.
 
-    The covariance of a class with one sample is the ridge alone. With `shrink`, the mean of the diagonal is added to
-    the diagonal and the mean of the other entries to those. Computed in float64, returned in float32.
+    The covariance of a class with one sample is the ridge alone. Computed in float64, returned in float32.
     """
     means, factors = [], []
     for label in classes:
         samples = features[labels == label].double()
         centered = samples - samples.mean(0)
-        covariance = centered.T @ centered / max(len(samples) - 1, 1)
-        eye = torch.eye(samples.shape[1], dtype=samples.dtype, device=samples.device)
-        if shrink:
-            diagonal = covariance.diagonal().mean()
-            others = (covariance.sum() - covariance.diagonal().sum()) / max(eye.numel() - len(eye), 1)
-            covariance = covariance + diagonal * eye + others * (1 - eye)
         means.append(samples.mean(0).float())
-        factors.append(torch.linalg.cholesky(covariance + ridge * eye).float())
+        factors.append(cholesky_factors(centered.T @ centered / max(len(samples) - 1, 1), ridge))
     return torch.stack(means), torch.stack(factors)
 
 
@@ -96,7 +106,12 @@ def draw(means: Tensor, factors: Tensor, classes: Tensor, generator: torch.Gener
 
 
 class ClassStatistics:
-    """The mean and the covariance of every class seen so far. Labels count from 0 in the order of the classes."""
+    """The mean and the covariance of every class seen so far. Labels count from 0 in the order of the classes.
+
+    Features may have any floating-point type; statistics and draws are float32. The state has d + d (d + 1) / 2 numbers
+    per class, the object d + d². 1e-5 is added to variances (`JITTER`): scale up features whose variances are not well
+    above it. If a class has fewer images than features, its draws stay in the space that its images span.
+    """
 
     means: Tensor  # [C, d]
     factors: Tensor  # [C, d, d], lower Cholesky factors of the covariances
@@ -113,7 +128,7 @@ class ClassStatistics:
     @torch.no_grad()
     def add(self, features: Tensor, labels: Tensor) -> None:
         """Add the classes after those known, from features of all their images."""
-        self._check(labels, features)
+        labels = self._check(labels, features)
         first, classes = len(self), labels.unique().tolist()
         if not classes or classes != list(range(first, first + len(classes))):
             raise ValueError(f"expected the labels {first}, {first + 1}, ... of new classes, got {classes[:10]}")
@@ -126,40 +141,51 @@ class ClassStatistics:
     def move(self, before: Tensor, after: Tensor, labels: Tensor, ridge: float = 0.01) -> None:
         """Let the statistics follow the features, which are those of the same images before and after a training.
 
+        Compute both in eval mode and without random augmentation, as for `add`.
         A ridge regression, every class with the same weight, gives the displacement of a feature as an affine function
         of the feature. It is applied to means and covariances. `ridge`: of the linear part, relative to the variance.
         Without any class yet, nothing is done.
         """
         if not len(self):
             return
-        self._check(labels, before, after)
+        labels = self._check(labels, before, after)
         if not len(labels) or not 0 <= ridge < math.inf:
             raise ValueError(f"expected samples and a finite ridge from 0 up, got {len(labels)} and ridge={ridge}")
         moves = fit_displacement(before, after, class_weights(labels), ridge)
+        moved = []
+        for chunk in self.factors.split(self._chunk()):
+            factors = chunk.double()  # before the product, whose rounding may exceed JITTER
+            moved.append(cholesky_factors(moves.covariances(factors @ factors.mT), JITTER))
         shift = moves(self.means.double())
-        self.shift = (shift.norm(dim=1).mean() / self.means.norm(dim=1).mean()).float()
-        factors = self.factors.double()  # before the product, whose rounding may exceed JITTER
-        covariances = moves.covariances(factors @ factors.mT)
-        eye = torch.eye(self.means.shape[1], dtype=torch.float64, device=self.means.device)
-        self.means = (self.means + shift).to(self.means)
-        self.factors = torch.linalg.cholesky(covariances + JITTER * eye).to(self.means)
+        norm = self.means.norm(dim=1).mean().clamp(min=torch.finfo(torch.float32).tiny)
+        self.shift = (shift.norm(dim=1).mean() / norm).float()
+        self.means, self.factors = (self.means + shift).to(self.means), torch.cat(moved)
 
-    def _check(self, labels: Tensor, *features: Tensor) -> None:
+    def _chunk(self) -> int:
+        """Number of matrices [d, d] that make a temporary tensor of at most `CHUNK` numbers."""
+        return max(CHUNK // self.means.shape[1] ** 2, 1)
+
+    def _check(self, labels: Tensor, *features: Tensor) -> Tensor:
+        """The labels as int64; ValueError if the arguments do not fit."""
         width = self.means.shape[1] if len(self) else features[0].shape[-1]
         shapes = [tuple(values.shape) for values in features]
         if labels.dim() != 1 or any(shape != (len(labels), width) for shape in shapes):
             raise ValueError(
                 f"expected one row of {width} features per label, got shapes {shapes} for {tuple(labels.shape)} labels"
             )
+        if labels.is_floating_point() or bool((labels < 0).any()):
+            raise ValueError(f"expected labels that are integers from 0 up, got {labels.dtype}, {labels[:10].tolist()}")
         if not all(bool(values.isfinite().all()) for values in features):
             raise ValueError("the features have numbers that are not finite")
+        return labels.long()
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Features and labels of `count` draws, every class equally likely."""
         if not len(self):
             raise ValueError("there are no classes to draw from yet: call add(features, labels) first")
         labels = torch.randint(len(self), (count,), generator=generator, device=self.means.device)
-        return draw(self.means, self.factors, labels, generator), labels
+        chunks = labels.split(self._chunk())  # every draw copies the factor of its class
+        return torch.cat([draw(self.means, self.factors, chunk, generator) for chunk in chunks]), labels
 
     def state_dict(self) -> dict[str, Tensor]:
         """Of the factors the lower triangles: d + d (d + 1) / 2 numbers per class, and one more for all."""

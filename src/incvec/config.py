@@ -36,7 +36,15 @@ RENAMED_SETTINGS = {
     "normalisation": "normalization",
     "centre": "center",
 }
-REMOVED_SETTINGS = {"stages": ["main"]}  # and their defaults
+# Settings of earlier versions that no longer exist, and their defaults.
+REMOVED_SETTINGS = {
+    "ivt.stages": ["main"],
+    "flyp.targets": "diagonal",
+    "slca.targets": "diagonal",
+    "spu.targets": "diagonal",
+    "eopc.new_rows": "kaiming",
+    "rapf.shrink": False,
+}
 
 
 class Settings(BaseModel):
@@ -182,12 +190,25 @@ def first_problem(error: ValidationError) -> tuple[str, Any, str]:
     return key, first.get("input"), first["msg"].removeprefix("Value error, ")
 
 
-def upgrade_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration under the present names of its settings, without removed ones that had their default."""
+def rename_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration saved in format 1, under the present names of its settings."""
     return {
-        RENAMED_SETTINGS.get(key, key): upgrade_settings(value) if isinstance(value, Mapping) else value
+        RENAMED_SETTINGS.get(key, key): rename_settings(value) if isinstance(value, Mapping) else value
         for key, value in saved.items()
-        if key not in REMOVED_SETTINGS or value != REMOVED_SETTINGS[key]
+    }
+
+
+def without_removed_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration without the settings that no longer exist, as far as they had their default."""
+
+    def remains(name: str, value: Any) -> bool:
+        return name not in REMOVED_SETTINGS or value != REMOVED_SETTINGS[name]
+
+    return {
+        section: {key: value for key, value in values.items() if remains(f"{section}.{key}", value)}
+        if isinstance(values, Mapping)
+        else values
+        for section, values in saved.items()
     }
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from incvec.config import MAX_DEPTH, MAX_TEXT, first_problem, upgrade_settings
+from incvec.config import MAX_DEPTH, MAX_TEXT, first_problem, rename_settings, without_removed_settings
 from incvec.errors import DataError, shorten
 from incvec.metrics import summarize
 from incvec.text_files import read_text
@@ -248,7 +248,7 @@ def upgrade_record(record: dict[str, Any]) -> dict[str, Any]:
     if "facts" in record:
         record["statistics"] = record.pop("facts")
     if "config" in record:
-        record["config"] = upgrade_settings(record["config"])
+        record["config"] = without_removed_settings(rename_settings(record["config"]))
     return record
 
 

@@ -91,6 +91,7 @@ def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("rapf", (), "samples"), ("slca", (), "samples"), ("podnet", (), "proxies"), ("geodl", (), "positions"),
         ("fcs", (), "mixups"), ("fcs", (), "mixing"), ("podnet", ("eopc",), "positions"),
+        ("podnet", ("carry",), "samples"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_fit_into_memory_are_refused_before_training(

@@ -50,16 +50,6 @@ def test_contrastive_loss() -> None:
     assert contrastive_loss(similarities).item() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_equal_captions_share_the_target() -> None:
-    similarities, labels = some(4, 4), [2, 7, 2, 2]
-    total = 0.0
-    for matrix in (similarities.tolist(), similarities.T.tolist()):
-        for i, row in enumerate(matrix):
-            equal = [j for j in range(4) if labels[j] == labels[i]]
-            total += sum(cross_entropy([row], [j]) for j in equal) / len(equal)
-    assert contrastive_loss(similarities, torch.tensor(labels)).item() == pytest.approx(total / 8, rel=1e-5)
-
-
 def test_loss_with_m_images_per_class_approaches_log_m() -> None:
     perfect = 50 * torch.block_diag(torch.ones(3, 3), torch.ones(3, 3))
     assert contrastive_loss(perfect).item() == pytest.approx(math.log(3), rel=1e-4)
@@ -83,14 +73,6 @@ def test_batch_loss_has_one_caption_per_image(oracle: bool, few: Dataset, tmp_pa
     terms = method.loss(batch)
     assert list(terms) == ["contrastive"]
     assert terms["contrastive"].item() == pytest.approx(wanted / 2, rel=1e-4)
-
-
-def test_targets_classes_is_cross_entropy_over_the_tasks_classes(few: Dataset, tmp_path: Path) -> None:
-    method = trained(FLYP, few, tmp_path, targets="classes").eval()
-    batch = method.world.train.fetch(method.training_rows(method.task)[::10], None, ("test",))
-    logits = method.model(batch.images).logits[:, method.task.first :]
-    wanted = cross_entropy(logits.tolist(), (batch.labels - method.task.first).tolist())
-    assert method.loss(batch)["ce"].item() == pytest.approx(wanted, rel=1e-4)
 
 
 # Runs --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,14 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from incvec.addons.merging import Tensors, float_tensors, merge_incompatibility, pack_state, unpack_state
+from incvec.addons.merging import (
+    Tensors,
+    before_measurements,
+    float_tensors,
+    merge_incompatibility,
+    pack_state,
+    unpack_state,
+)
 from incvec.class_statistics import ClassStatistics
 from incvec.config import Options
 from incvec.contracts import AddOn, Batch, Group, Method, Schedule, Stage, Task, Terms, World
@@ -95,6 +102,9 @@ class Carry(AddOn):
             return f"it trains the head of a network trained from scratch, and {method.name} is pre-trained."
         return reason
 
+    def memory(self) -> dict[str, int]:
+        return {"samples": 8 * self.world.tasks[-1].last * self.options.samples}
+
     # The stage ------------------------------------------------------------------------------------------
 
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
@@ -113,10 +123,7 @@ class Carry(AddOn):
             owner=self.name,
             loss=self.loss,
         )
-        place = len(stages)
-        while stages[place - 1].role == "measure" and stages[place - 1].owner is None:
-            place -= 1
-        return [*stages[:place], classifier, *stages[place:]]
+        return before_measurements(stages, classifier)
 
     def begin_task(self, task: Task) -> None:
         new = f"head.blocks.{task.index}."

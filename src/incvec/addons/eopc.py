@@ -16,18 +16,17 @@ statistics interpolated between those of the ends. Then ten points of the path a
 norm drawn from U(0, ensemble_radius), are averaged, and the average replaces the model. The exemplars of the task's
 classes are selected again. Classes are scored by `Output.logits` throughout (for PODNet without the scale).
 
-The model before the task has no rows for the new classes: they are drawn from N(0, 1 / rows) with biases 0, or are the
-method's initial ones (`new_rows="imprint"`). As in the authors' code, the learning rate is constant (they define a
-schedule that their optimizer does not use) and a, b are not bounded. A batch without old samples has no CE before the
-cut-off, where theirs would be undefined. With several ranks, CE over old samples is a mean over those of each local
-batch.
+The model before the task has no rows for the new classes: they are drawn from N(0, 1 / rows), with biases 0. As in the
+authors' code, the learning rate is constant (they define a schedule that their optimizer does not use) and a, b are not
+bounded. A batch without old samples has no CE before the cut-off, where theirs would be undefined. With several ranks,
+CE over old samples is a mean over those of each local batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +36,7 @@ from torch.func import functional_call
 
 from incvec.addons.merging import (
     Tensors,
+    before_measurements,
     copy_weights,
     float_tensors,
     merge_incompatibility,
@@ -62,7 +62,6 @@ class EOPCOptions(Options):
     gap: float = Field(0.1, ge=0, description="length of the interval")
     members: int = Field(10, ge=1, le=10_000, description="number of averaged points")
     ensemble_radius: float = Field(6.0, ge=0, description="maximum norm of their noise")
-    new_rows: Literal["kaiming", "imprint"] = "kaiming"
 
 
 def linspace(low: float, high: float, count: int) -> list[float]:
@@ -209,13 +208,13 @@ class EOPC(AddOn):
             owner=self.name,
             loss=self.loss,
         )
-        return [*stages, path]
+        return before_measurements(stages, path)
 
     def begin_task(self, task: Task) -> None:
-        """Copy the model before the task; rows of new classes are initialized as the options say."""
+        """Copy the model before the task, and draw rows for the new classes."""
         self.start = copy_weights(self.method.model)
         for name, tensor in self.start.items():
-            if self.options.new_rows == "kaiming" and name.startswith(f"head.blocks.{task.index}."):
+            if name.startswith(f"head.blocks.{task.index}."):
                 drawn = torch.randn(tensor.shape, generator=self.world.generator, device=tensor.device)
                 self.start[name] = drawn / math.sqrt(len(tensor)) if tensor.dim() > 1 else torch.zeros_like(tensor)
 

@@ -84,6 +84,14 @@ def merge_incompatibility(name: str, method: type[Method], others: Sequence[str]
     return None
 
 
+def before_measurements(stages: Sequence[Stage], added: Stage) -> list[Stage]:
+    """The stages with one more, before the method's measurements at the end of the task, if it makes any."""
+    place = len(stages)
+    while stages[place - 1].role == "measure" and stages[place - 1].owner is None:
+        place -= 1
+    return [*stages[:place], added, *stages[place:]]
+
+
 class FisherPass(AddOn):
     """An add-on that measures F after the other stages of every task, including the base task."""
 
@@ -170,10 +178,7 @@ class FisherReplace(FisherPass):
     def plan(self, task: Task, stages: list[Stage]) -> list[Stage]:
         """The merge comes before the method's final measurements; after the base task nothing is merged."""
         *before, merge = super().plan(task, stages)
-        place = len(before)
-        while task.index > 0 and before[place - 1].role == "measure" and before[place - 1].owner is None:
-            place -= 1
-        return [*before[:place], merge, *before[place:]]
+        return before_measurements(before, merge) if task.index > 0 else [*before, merge]
 
     def new_share(self, old: Tensor, new: Tensor) -> Tensor:
         """The share of the new weights in the merged ones, from F of the previous tasks and of this one."""

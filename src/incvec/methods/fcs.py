@@ -129,7 +129,6 @@ class FCS(PrototypeMethod):
     Options = FCSOptions
     options: FCSOptions
     auxiliary: TaskModules
-    head_start = "kaiming"
 
     def grow(self, task: Task) -> None:
         super().grow(task)

@@ -7,8 +7,7 @@ Both towers, the projections and the temperature are trained with CLIP's own los
 
 There is no measure against forgetting; the optimizer is reset with each task. As in the class-incremental code of SPU
 (https://github.com/wx-zhang/spu), an image's target is its own caption even if another image has the same one, so with
-m images of its class in the batch the loss approaches log m. `targets="shared"` distributes the target evenly over
-equal captions; `"classes"` is cross-entropy over the sentences of the task's classes.
+m images of its class in the batch the loss approaches log m.
 
 Unlike with the authors, a class has one fixed caption, learning rate and optimizer are the IVT paper's, and there is
 neither weight decay nor a schedule (the IVT paper states none).
@@ -16,34 +15,18 @@ neither weight decay nor a schedule (the IVT paper states none).
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor
 
 from incvec.contracts import Batch, Terms
 from incvec.methods.dual import DualMethod, DualOptions
 
-Targets = Literal["diagonal", "shared", "classes"]
 
-
-class FLYPOptions(DualOptions):
-    targets: Targets = Field(
-        "diagonal", description="target of an image: its caption, all equal captions, or its class"
-    )
-
-
-def contrastive_loss(similarities: Tensor, labels: Tensor | None = None) -> Tensor:
-    """The mean cross-entropy of both directions; with labels, all pairs of equal label share the target."""
-    if labels is None:
-        targets = torch.eye(len(similarities), device=similarities.device)
-    else:
-        targets = (labels[:, None] == labels[None, :]).float()
-        targets = targets / targets.sum(1, keepdim=True)
+def contrastive_loss(similarities: Tensor) -> Tensor:
+    """The mean cross-entropy of both directions, with targets on the diagonal."""
     rows, columns = similarities.log_softmax(1), similarities.T.log_softmax(1)
-    return -(targets * (rows + columns)).sum(1).mean() / 2
+    return -(rows.diagonal() + columns.diagonal()).mean() / 2
 
 
 class FLYP(DualMethod):
@@ -52,20 +35,16 @@ class FLYP(DualMethod):
     paper = (
         "Finetune like you pretrain: Improved finetuning of zero-shot vision models, https://arxiv.org/abs/2212.00638"
     )
-    Options: ClassVar[type] = FLYPOptions
-    options: FLYPOptions
+    Options: ClassVar[type] = DualOptions
+    options: DualOptions
     own_terms = ()  # its only term contrasts all samples
 
     @classmethod
-    def uses_batch_contrast(cls, options: FLYPOptions) -> bool:
-        return options.targets != "classes"
+    def uses_batch_contrast(cls, options: DualOptions) -> bool:
+        return True
 
     def loss(self, batch: Batch) -> Terms:
         dual = self.model.dual
         images = self.model.unit(dual.image_tower(batch.images))
         texts, index = self.captions(batch.labels)
-        if self.options.targets == "classes":
-            return {"ce": F.cross_entropy(dual.similarities(images, texts), index)}
-        similarities = dual.similarities(images, texts.index_select(0, index))
-        shared = batch.labels if self.options.targets == "shared" else None
-        return {"contrastive": contrastive_loss(similarities, shared)}
+        return {"contrastive": contrastive_loss(dual.similarities(images, texts.index_select(0, index)))}

@@ -12,9 +12,11 @@ the softened outputs (PyCIL). All have the same gradient. `loss="sigmoid"` is th
 cross-entropy on every output, where the target of an old class is the output of the previous model, for old and new
 samples.
 
-Class means average the features of an image and of its mirror image, as in the authors' code. Exemplars are selected
-once, on images without augmentation. The authors share a fixed total among the classes (`memory_total`); some
-re-implementations select on random crops.
+Class means average the features of an image and of its mirror image, as in the authors' code (PyCIL omits the latter).
+Exemplars are selected once, on images without augmentation. The authors share a fixed total among the classes
+(`memory_total`). One re-implementation (CLearning) selects exemplars and computes class means on random crops, without
+mirror images, and has outputs for all classes of the stream from the start, whose rows weight decay shrinks until their
+task begins.
 """
 
 from __future__ import annotations

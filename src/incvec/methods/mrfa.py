@@ -14,9 +14,10 @@ The teacher is perturbed with the same G and the norm of its own h_l. The loss o
 (`distillation="sum"`: CE + KD, the authors' choice for streams without a large base task; `"none"`: CE alone, their
 plain replay). Differences: the authors pass only the old samples through the network for G; here the whole batch, with
 weight 0 for new samples, which keeps the shapes fixed (with running statistics, samples do not influence each other).
-They write KD as a cross-entropy, which has the same gradient. Their herding is the greedy form, ours is iCaRL's. Their
-code logs the accuracy of the classifier and of the nearest mean of exemplars; iCaRL uses the latter, and it agrees
-with the paper's numbers. With several ranks, G's mean is over the old samples of each local batch.
+They write KD as a cross-entropy, which has the same gradient. Their herding is the greedy form, ours is iCaRL's, and
+their class means leave out the mirror images. Their code logs the accuracy of the classifier and of the nearest mean of
+exemplars; iCaRL uses the latter, and it agrees with the paper's numbers. With several ranks, G's mean is over the old
+samples of each local batch.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ with c uniform over the old classes. `end_task` computes the statistics with the
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -76,10 +76,9 @@ class PrototypeMethod(ImageMethod):
     """A head with one output per class and rotation, and class statistics in the store."""
 
     options: PrototypeOptions
-    head_start: ClassVar[Literal["kaiming", "default"]] = "default"
 
     def make_head(self, width: int) -> Head:
-        return LinearHead(width, ROTATIONS, init=self.head_start)
+        return LinearHead(width, ROTATIONS)
 
     def class_logits(self, logits: Tensor) -> Tensor:
         """The outputs of images without rotation."""

@@ -54,7 +54,6 @@ class RAPFOptions(DualOptions):
     margin: float = 0.1
     fusion: float = Field(0.6, ge=0, description="b, the minimum share of the new matrix")
     ridge: float = Field(1e-4, gt=0)
-    shrink: bool = Field(False, description="shrink the covariances")
 
 
 def draws_per_step(draws: int, steps: int, n_old: int, samples: int) -> tuple[int, int]:
@@ -144,7 +143,7 @@ class RAPF(DualMethod):
 
     def end_task(self, task: Task) -> None:
         o, labels = self.options, self.store["labels"]
-        means, factors = class_gaussians(self.store["vectors"], labels, task.classes, o.ridge, o.shrink)
+        means, factors = class_gaussians(self.store["vectors"], labels, task.classes, o.ridge)
         self.append_to_store(task, means=means, factors=factors)
         for name in ("vectors", "labels", "texts", "pairs", "before"):
             del self.store[name]

@@ -34,15 +34,16 @@ from incvec.contracts import Batch, Group, Optimizer, Schedule, Stage, Task, Ter
 from incvec.data.gaussians import GaussianSource
 from incvec.data.prompts import sentences
 from incvec.methods.common import extract_features
+from incvec.methods.dual import DualOptions
 from incvec.methods.finetune import local_cross_entropy
-from incvec.methods.flyp import FLYP, FLYPOptions
+from incvec.methods.flyp import FLYP
 from incvec.nets.dual import TowerClassifier
 from incvec.nets.heads import LinearHead
 
 SOURCE = "gaussians"
 
 
-class SLCAOptions(FLYPOptions):
+class SLCAOptions(DualOptions):
     form: Literal["two-tower", "linear"] = "two-tower"
     head_rate: float = Field(1.0, gt=0, description="learning rate of the classifier relative to the rest")
     align_caption: str = Field("a photo of a {}", description="sentence of a class in the alignment")
@@ -88,7 +89,7 @@ class SLCA(FLYP):
     options: SLCAOptions
 
     @classmethod
-    def uses_batch_contrast(cls, options: FLYPOptions) -> bool:
+    def uses_batch_contrast(cls, options: DualOptions) -> bool:
         assert isinstance(options, SLCAOptions)
         return options.form == "two-tower" and super().uses_batch_contrast(options)
 

@@ -9,7 +9,8 @@ In each of these weight matrices, only the 10 % of entries with the largest |sum
 projection are updated completely. Training uses FLYP's loss, with the gradients multiplied by the mask.
 
 The authors keep a buffer of old images; the IVT paper lists SPU as a method without exemplars, and so it is here.
-Their pass does not clear gradients between its batches, so early ones count several times; here each counts once.
+Their pass does not clear gradients between its batches, so early ones count several times; here each counts once. It
+also goes on beyond the quarter while any entry of a sum is below 1e-12 in magnitude; here it ends there.
 Their weight decay also changes masked entries; with Adam and no weight decay, as here, masked entries do not change.
 """
 
@@ -24,12 +25,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from incvec.contracts import Batch, Stage, Task, Terms
-from incvec.methods.flyp import FLYP, FLYPOptions
+from incvec.methods.dual import DualOptions
+from incvec.methods.flyp import FLYP
 
 SCORE, MASK = "score.", "mask."
 
 
-class SPUOptions(FLYPOptions):
+class SPUOptions(DualOptions):
     share: float = Field(0.1, gt=0, le=1, description="share of the entries of a matrix that are updated")
     score_share: float = Field(0.25, gt=0, le=1, description="share of the task's images for the scores")
 

@@ -12,8 +12,9 @@ PyCIL: the same function, but optimizer steps on an adapter are scaled like the 
 increments is 2e-4; the IVT paper states 1e-3 for all methods without exemplars. The adapter and its convolution run as
 one 3x3 convolution, and folding does not change outputs. The weights s carry no gradient (with the authors they do,
 with PyCIL they do not) and are clamped at 0, which has no effect after a ReLU. The authors did not release the
-training of the base task; it is PyCIL's. Prototypes are class means under the test view. PyCIL uses stronger
-augmentation in the first increment because of an error in a condition; we do not.
+training of the base task; it is PyCIL's, without the adapters that it trains and folds there, too. Prototypes are class
+means under the test view; the authors' are under the training view, and their new rows start as those of `nn.Linear`.
+PyCIL uses stronger augmentation in the first increment because of an error in a condition; we do not.
 
 Adapters are new in the first increment: they have no F and no previous weights. So in the first increment `ivt`,
 `cofima` and `fisher-merge` act only on the classifier; from the second one on they also act on the adapters. `magmax`
