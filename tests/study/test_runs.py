@@ -184,3 +184,12 @@ def test_copies_are_read_once_and_two_results_are_rejected(tmp_path: Path) -> No
     write(tmp_path, {"b": sample(fall=2.0)})
     with pytest.raises(DataError, match="two results of the same run"):
         load_runs([tmp_path])
+
+
+def test_result_of_an_earlier_version_with_fewer_settings_is_the_same_run(tmp_path: Path) -> None:
+    """A run repeated by a later version must replace its record: which of two is shown must not depend on names."""
+    earlier = sample()
+    earlier["config"] = {key: value for key, value in earlier["config"].items() if key != "last_batch"}
+    write(tmp_path, {"earlier": earlier, "later": sample(fall=2.0)})
+    with pytest.raises(DataError, match="two results of the same run"):
+        load_runs([tmp_path])

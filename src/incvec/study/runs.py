@@ -60,12 +60,14 @@ class RunRecord:
 
 
 def load_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Every record at or below the paths, each checked against its own accuracy matrix; copies are read once."""
-    runs: dict[str, RunRecord] = {}
+    """Every record at or below the paths, each checked against its own accuracy matrix; copies are read once.
+
+    Two results of the same settings and seed are an error, also if one of them is from a version with fewer settings.
+    """
+    runs: dict[tuple[str, Seed], RunRecord] = {}
     for file in readable(paths):
         run = RunRecord(str(file), read_record(file, strict=True))
-        config = {key: value for key, value in run.record["config"].items() if key not in ("device", "engine")}
-        other = runs.setdefault(digest(config), run)
+        other = runs.setdefault((settings_key(run.record["config"]), run.seed), run)
         if other.record["accuracy"] != run.record["accuracy"]:
             raise DataError(
                 f"{other.path} and {run.path} are two results of the same run ({run.title}, "
@@ -76,6 +78,12 @@ def load_runs(paths: Sequence[Path]) -> list[RunRecord]:
 
 def seed_of(record: Record) -> Seed:
     return record["seed"], record.get("order_seed")
+
+
+def settings_key(config: Mapping[str, Any]) -> str:
+    """Equal for resolved configurations that differ in seed, device and engine only."""
+    named = [config[key] for key in ("method", "addons", "dataset", "tasks", "oracle")]
+    return digest([*named, changed_settings(config)])
 
 
 def row_name(record: Record) -> str:
