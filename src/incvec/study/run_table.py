@@ -14,8 +14,7 @@ from typing import Any
 from incvec.errors import ConfigError
 from incvec.presets import changed_settings
 from incvec.records import title
-from incvec.study.oracle_gap import comparison_key, pair_with_oracle
-from incvec.study.runs import Record, settings_text
+from incvec.study.runs import Record, comparison_key, pair_with_oracle, settings_text
 from incvec.study.tables import MISSING, Cell, Column, Table, make_row, number
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from incvec.presets import changed_settings, resolve
 from incvec.study import paper
 from incvec.study.comparisons import NOT_RUN, metric_cells
-from incvec.study.oracle_gap import pair_with_oracle
 from incvec.study.paper import METRICS, BySeed, Records
-from incvec.study.runs import Record, row_name, seed_of, settings_key, settings_text
+from incvec.study.runs import Record, pair_with_oracle, row_name, seed_of, settings_key, settings_text
 from incvec.study.tables import Cell, Table, make_row, mean, number
 
 Config = Mapping[str, Any]  # resolved
