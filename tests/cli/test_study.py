@@ -94,7 +94,9 @@ def test_runs_that_started_at_one_snapshot(digits: Dataset, tmp_path: Path) -> N
 def test_gap(runs: FinishedRuns, tmp_path: Path) -> None:
     shown = call("gap", runs.plain, runs.ivt, runs.oracle, "-o", tmp_path, "--name", "gap")
     assert "gap closed" in shown
-    assert [run["name"] for run in written(tmp_path, "gap")["runs"]] == ["PODNet", "PODNet + IVT", "PODNet oracle"]
+    assert [run["name"] for run in written(tmp_path, "gap")["runs"]] == [
+        "PODNet", "PODNet + IVT (interval 1)", "PODNet oracle"
+    ]  # fmt: skip
 
 
 def test_gap_reports_a_damaged_record(runs: FinishedRuns, tmp_path: Path) -> None:
