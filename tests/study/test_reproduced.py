@@ -192,13 +192,13 @@ def test_oracles_and_joint_training() -> None:
     plain, ivt, oracle = (records[place]["metrics"]["LA"] for place in (0, 2, 3))
     assert row_of(table, "| podnet | 5 |")[2].endswith("(2)")
     assert row_of(table, "| podnet + ivt | 5 |")[-1] == f"{100 * (ivt - plain) / (oracle - plain):.0f} %"
-    assert row_of(table, "| podnet (oracle) | 5 |")[3] == f"{oracle:.2f}"
+    assert row_of(table, "| podnet oracle | 5 |")[3] == f"{oracle:.2f}"
     assert row_of(table, "| mrfa + ivt | 5 |")[3] == "not run"
     assert row_of(table, "| joint | 1 |")[2:] == ["72.50", "72.50", "", "", ""]
     assert table is not None
-    missing = "pass (oracle), 5 tasks; podnet (oracle), 10 tasks; podnet (oracle), 25 tasks"
+    missing = "pass oracle, 5 tasks; podnet oracle, 10 tasks; podnet oracle, 25 tasks"
     assert table.note == f"Not run: {missing}."
-    assert "Not run: mrfa (oracle), 5 tasks" in render([])
+    assert "Not run: mrfa oracle, 5 tasks" in render([])
     assert other_runs_table("cifar100", records) is None
 
 

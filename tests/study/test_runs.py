@@ -14,7 +14,7 @@ from rich.console import Console
 from incvec.errors import DataError
 from incvec.presets import resolve
 from incvec.study.run_table import run_rows, runs_table
-from incvec.study.runs import addon_changes, host_changes, load_runs, run_command
+from incvec.study.runs import RunRecord, load_runs, run_command
 from tests.study.samples import sample, write
 
 
@@ -137,8 +137,9 @@ def test_command_with_changes() -> None:
 
 def test_changes_of_host_and_addon() -> None:
     record = sample("podnet", "ivt", order_seed=7, ivt={"interval": 5}, podnet={"memory": 5})
-    assert host_changes(record) == {"order_seed": 7, "podnet.memory": 5}
-    assert addon_changes(record) == {"ivt.interval": 5}
+    run = RunRecord("record.json", record)
+    assert run.host_changes == {"order_seed": 7, "podnet.memory": 5}
+    assert run.addon_changes == {"ivt.interval": 5}
 
 
 def broken(**changes: Any) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from incvec.presets import changed_settings
+from incvec.records import title
 from incvec.study import comparisons, paper
 from incvec.study.comparisons import NOT_RUN, metric_cells
 from incvec.study.paper import METRICS, Records
 from incvec.study.runs import Record, load_runs, row_name, settings_key, settings_text
-from incvec.study.settings_tables import bounds_table, configs_of, run_text, settings_table
+from incvec.study.settings_tables import bounds_table, configs_of, settings_table
 from incvec.study.tables import Cell, Table, make_row, mean, number
 
 BOUNDS_SWEEPS = ("cifar100-podnet", "cifar100-oracles")
@@ -96,7 +97,7 @@ def other_runs_table(dataset: str, records: Records) -> Table | None:
     for r in records:
         if r["dataset"] == dataset and not is_shown(r):
             changes = settings_text(changed_settings(r["config"])) or "-"
-            members.setdefault((run_text(r), r["tasks"], changes), []).append(r)
+            members.setdefault((title(r), r["tasks"], changes), []).append(r)
     rows = [
         make_row(run, str(tasks), changes, *metric_cells(paper.by_seed(own)))
         for (run, tasks, changes), own in sorted(members.items())
@@ -113,7 +114,7 @@ def other_pretrained_table(records: Records) -> Table | None:
         model = ", ".join(filter(None, (own["net"], own.get("tag"), pixels)))
         data = f"{r['dataset']} ({len(r['class_order'])} classes)"
         changes = settings_text(changed_settings(r["config"])) or "-"
-        members.setdefault((data, run_text(r), str(r["tasks"]), model, changes), []).append(r)
+        members.setdefault((data, title(r), str(r["tasks"]), model, changes), []).append(r)
     rows = [
         make_row(run, model, data, tasks, changes, *metric_cells(paper.by_seed(own)))
         for (data, run, tasks, model, changes), own in sorted(members.items())

@@ -45,11 +45,13 @@ class RunRecord:
 
     @cached_property
     def addon_changes(self) -> dict[str, Any]:
-        return addon_changes(self.record)
+        """Of the add-ons alone."""
+        return {key: value for key, value in self.changes.items() if key.partition(".")[0] in self.record["addons"]}
 
     @cached_property
     def host_changes(self) -> dict[str, Any]:
-        return host_changes(self.record)
+        """All others."""
+        return {key: value for key, value in self.changes.items() if key not in self.addon_changes}
 
     @property
     def increments_seconds(self) -> float | None:
@@ -93,18 +95,6 @@ def row_name(record: Record) -> str:
     return " + ".join([record["method"], *record["addons"]])
 
 
-def addon_changes(record: Record) -> dict[str, Any]:
-    """Settings of the add-ons that differ from the presets'."""
-    changes = changed_settings(record["config"])
-    return {key: value for key, value in changes.items() if key.partition(".")[0] in record["addons"]}
-
-
-def host_changes(record: Record) -> dict[str, Any]:
-    """All other settings that differ from the presets'."""
-    changes = changed_settings(record["config"])
-    return {key: value for key, value in changes.items() if key.partition(".")[0] not in record["addons"]}
-
-
 class OracleGap(NamedTuple):
     """LA of a run with add-ons, of the plain method and of its oracle, with the same seed and settings."""
 
@@ -138,7 +128,7 @@ def pair_with_oracle(records: Sequence[Record]) -> list[OracleGap | None]:
 def comparison_key(record: Record) -> str:
     """Equal for a method, its oracle and the method with any add-on, all else (the seed included) being equal."""
     try:
-        settings = host_changes(record)
+        settings = RunRecord("", record).host_changes
     except (ConfigError, KeyError):  # of a method that is not installed, or of an incomplete record
         ignored = {"addons", "oracle", "device", "engine", *record["addons"]}
         settings = {key: value for key, value in record.get("config", {}).items() if key not in ignored}

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from incvec.presets import changed_settings, resolve
+from incvec.records import title
 from incvec.study import paper
 from incvec.study.comparisons import NOT_RUN, metric_cells
 from incvec.study.paper import METRICS, BySeed, Records
@@ -14,10 +15,6 @@ from incvec.study.tables import Cell, Table, make_row, mean, number
 
 Config = Mapping[str, Any]  # resolved
 OTHER_BASE = "† Started from another base task than its host, despite the same seed: the gain includes that difference."
-
-
-def run_text(record: Mapping[str, Any]) -> str:
-    return row_name(record) + (" (oracle)" if record["oracle"] else "")
 
 
 def configs_of(sweeps: Iterable[str], dataset: str) -> list[Config]:
@@ -115,7 +112,7 @@ def bounds_table(sweeps: Sequence[str], dataset: str, records: Records) -> Table
     for bound in sorted(configs, key=lambda c: (not c["oracle"], c["method"], c["tasks"])):
         if bound["oracle"] or bound["method"] == "joint":
             if not paper.records_of(bound, records):
-                missing.append(run_text(bound) + (f", {bound['tasks']} tasks" if bound["oracle"] else ""))
+                missing.append(title(bound) + (f", {bound['tasks']} tasks" if bound["oracle"] else ""))
             elif bound["oracle"]:
                 shown += [default_of(bound), default_of(bound, "ivt"), bound]
             else:
@@ -129,6 +126,6 @@ def bounds_table(sweeps: Sequence[str], dataset: str, records: Records) -> Table
         gap = mean(shares, ".0f", error=True, missing="").text + (" %" if shares else "")
         gap += f" ({len(shares)} of {len(own)} seeds)" if 0 < len(shares) < len(own) else ""
         length = "1" if config["method"] == "joint" else str(config["tasks"])
-        rows.append(make_row(run_text(config), length, *metric_cells(paper.by_seed(own)), gap))
+        rows.append(make_row(title(config), length, *metric_cells(paper.by_seed(own)), gap))
     note = f"Not run: {'; '.join(missing)}." if missing else ""
     return Table(["run", "tasks", *METRICS, "clipped", "gap closed"], rows, note=note) if rows or missing else None

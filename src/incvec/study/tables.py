@@ -172,6 +172,11 @@ def mean(
     return Cell(text, average)
 
 
+def percent(share: float | None) -> Cell:
+    """`14 %` for 0.14."""
+    return Cell(MISSING) if share is None else Cell(f"{100 * share:.0f} %", share)
+
+
 def code(text: str, missing: str = MISSING) -> Cell:
     return Cell(text or missing, code=bool(text))
 
