@@ -84,7 +84,8 @@ bench: $(VENV)/lab
 	$(BIN)/python benchmarks/cluster_simulation.py
 
 figures: $(VENV)/lab
-	test ! -d results/figures || $(BIN)/incvec study draw results/figures
+	$(BIN)/incvec study gap results/cifar100 -o results/figures
+	$(BIN)/incvec study draw results/figures
 	$(BIN)/python -m incvec.study.reproduced results
 	$(BIN)/python -m incvec.study.catalog > docs/methods.md
 	$(BIN)/python -m incvec.study.catalog --readme README.md

@@ -92,9 +92,11 @@ def test_runs_that_started_at_one_snapshot(digits: Dataset, tmp_path: Path) -> N
 
 
 def test_gap(runs: FinishedRuns, tmp_path: Path) -> None:
-    shown = call("gap", runs.plain, runs.ivt, runs.oracle, "-o", tmp_path)
+    shown = call("gap", runs.plain, runs.ivt, runs.oracle, "-o", tmp_path, "--name", "gap")
     assert "gap closed" in shown
-    assert [run["name"] for run in written(tmp_path, "gap")["runs"]] == ["PODNet", "PODNet + IVT", "PODNet oracle"]
+    assert [run["name"] for run in written(tmp_path, "gap")["runs"]] == [
+        "PODNet", "PODNet + IVT (interval 1)", "PODNet oracle"
+    ]  # fmt: skip
 
 
 def test_gap_reports_a_damaged_record(runs: FinishedRuns, tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_gap_reports_a_damaged_record(runs: FinishedRuns, tmp_path: Path) -> Non
     (tmp_path / "bad" / "record.json").write_text('{"method": "podnet"}')
     shown = call("gap", runs.plain, runs.oracle, tmp_path, "-o", tmp_path / "fig[red]x")
     assert f"left out: {tmp_path / 'bad' / 'record.json'} is not a record" in shown
-    assert "fig[red]x/gap.json" in shown  # no markup
+    assert "fig[red]x/podnet-2-" in shown  # no markup
     assert "is not a record" in refused("gap", tmp_path / "bad", "-o", tmp_path)
 
 

@@ -18,8 +18,7 @@ from incvec.study.figures.files import DRAW
 from incvec.study.figures.gap import describe_seeds, draw_gap
 from incvec.study.figures.path import curve_styles, draw_path, draw_tradeoff, task_range
 from incvec.study.figures.tables import tradeoff_table
-from incvec.study.oracle_gap import oracle_gap
-from tests.study.test_oracle_gap import record
+from tests.study.test_oracle_gap import gaps, record
 
 FORMAT_1 = Path(__file__).parent / "figures_format_1"  # written by version 0.1
 
@@ -149,7 +148,7 @@ def test_layer_groups_are_in_network_order() -> None:
 def test_labels_of_gap_bars_do_not_overlap(count: int) -> None:
     addons = ("ivt", "eopc", "cofima", "magmax", "imm", "fisher-merge")[:count]
     records = [record("podnet", 50.0), record("podnet", 60.0, oracle=True), record("joint", 70.0)]
-    (data,) = oracle_gap([*records, *(record("podnet", 52.0, name) for name in addons)])
+    (data,) = gaps([*records, *(record("podnet", 52.0, name) for name in addons)])
     figure = draw_gap(data)
     figure.draw_without_rendering()
     for texts in (figure.axes[1].texts, figure.axes[1].get_xticklabels()):
@@ -160,8 +159,8 @@ def test_labels_of_gap_bars_do_not_overlap(count: int) -> None:
 
 def test_seeds_are_listed_by_run_if_they_differ() -> None:
     records = [record("podnet", 50.0), record("podnet", 60.0, oracle=True), record("podnet", 52.0, "ivt")]
-    assert describe_seeds(oracle_gap(records)[0]["runs"]) == "seed 0"
-    (data,) = oracle_gap([*records, record("podnet", 53.0, "ivt", seed=1)])
+    assert describe_seeds(gaps(records)[0]["runs"]) == "seed 0"
+    (data,) = gaps([*records, record("podnet", 53.0, "ivt", seed=1)])
     assert describe_seeds(data["runs"]) == (
         "PODNet, PODNet oracle: seed 0; PODNet + IVT: seeds 0, 1 (gap closed: seed 0)"
     )

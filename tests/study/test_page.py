@@ -253,7 +253,7 @@ def test_tables_of_pretrained_models() -> None:
     assert [len(row.cells) for row in lite.rows] == [len(lite.columns)] * len(lite.rows)
     (gain,) = tables["cifar100-gains"].texts()
     assert gain[4:7:2] == ["+9.92", "+15.49"]
-    assert len(gain) == 8  # the paper's FM is another measure
+    assert len(gain) == 9  # FM and fm_clipped, without the paper's FM, which is another measure
     (bars,) = [chart for section in sections for chart in section.charts if chart.slug == "cifar100-5-equal-last"]
     assert isinstance(bars, charts.Bars)
     assert bars.bars[0].paper == 64.64

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from incvec.presets import changed_settings, resolve
-from incvec.records import find_records, read_record
 from incvec.study.comparisons import gain_table, main_table
-from incvec.study.paper import ablation_configs, compare_gains, paper_gains, paper_tables, settings_key, sweep_configs
-from incvec.study.reproduced import bounds_table, open_settings_table, other_data_table, other_runs_table, render
-from incvec.study.run_times import interval_table, time_table
+from incvec.study.paper import ablation_configs, compare_gains, not_run_notes, paper_gains, paper_tables, sweep_configs
+from incvec.study.reproduced import other_data_table, other_runs_table, render, time_table
+from incvec.study.runs import load_runs, settings_key
+from incvec.study.settings_tables import bounds_table, settings_table
 from incvec.study.tables import Table
 from tests.study.samples import sample
 
@@ -123,53 +124,91 @@ def test_row_of_another_variant_shows_that_variant_only() -> None:
     assert len(rest.rows) == 1  # the one that is not the paper's
 
 
-def test_open_settings_have_their_gain_and_the_papers() -> None:
+SWITCHES = ("cifar100-switches", "cifar100-readings")
+BOUNDS = ("cifar100-podnet", "cifar100-oracles")
+
+
+def test_settings_have_their_gain_and_the_papers() -> None:
     host, default = sample("podnet", fall=7.0), sample("podnet", "ivt")
     other = sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
     unlike = sample("podnet", "ivt", fall=6.0, ivt={"interval": 5, "batchnorm": "layer"})
-    table = open_settings_table("cifar100", [host, default, other, unlike])
+    table = settings_table(SWITCHES, "cifar100", [host, default, other, unlike])
     assert table is not None
-    assert len(table.rows) == (2 + 9) + (2 + 3) + 2 * (2 + 4)
+    names = [(row[0], row[2]) for row in table.texts()]
+    assert names == [("podnet + ivt", setting) for setting in ("the paper", "default", "`ivt.interval=5`")]
     a, b, c = (record["metrics"]["AA"] for record in (other, default, host))
-    cells = row_of(table, "| podnet + ivt | `ivt.interval=5` |")
-    assert cells[2:6] == ["1", f"{a:.2f}", f"{a - c:+.2f}", f"{a - 65.36:+.2f}"]
-    assert row_of(table, "| podnet + ivt | `default` |")[2:5] == ["1", f"{b:.2f}", f"{b - c:+.2f}"]
-    assert row_of(table, "| podnet + ivt | `ivt.interval=20` |")[2:6] == ["0", "not run", "", ""]
-    assert row_of(table, "| mrfa + ivt | the paper |")[2:5] == ["3", "63.50", "+1.65"]
+    cells = row_of(table, "| podnet + ivt | 5 | `ivt.interval=5` |")
+    assert cells[3:7] == ["1", f"{a:.2f}", f"{a - c:+.2f}", f"{a - 65.36:+.2f}"]
+    assert row_of(table, "| podnet + ivt | 5 | default |")[3:6] == ["1", f"{b:.2f}", f"{b - c:+.2f}"]
+    assert row_of(table, "| podnet + ivt | 5 | the paper |")[3:6] == ["3", "65.36", "+1.36"]
+    assert table.note.count("`ivt.fisher_loss=own`") == 4  # by host, each once, though both sweeps have PODNet's
+    assert "fcs + ivt, 5 tasks: `ivt.batchnorm=keep, ivt.last=teleport" in table.note
     rest = other_runs_table("cifar100", [host, default, other, unlike])
     assert rest is not None
     (row,) = rest.texts()
-    assert "ivt.batchnorm=layer" in row[3]
+    assert "ivt.batchnorm=layer" in row[2]
 
 
-def test_open_settings_use_the_seeds_of_their_sweep_and_mark_other_bases() -> None:
+def test_settings_are_compared_on_the_same_seeds_and_other_bases_are_marked() -> None:
     host, default = sample("podnet", fall=7.0), sample("podnet", "ivt")
-    again = sample("podnet", "ivt", fall=1.0, seed=1)  # a seed that is not in the sweep
+    again = sample("podnet", "ivt", fall=1.0, seed=1)  # a seed without other settings
     other = sample("podnet", "ivt", fall=5.0, ivt={"interval": 5})
-    table = open_settings_table("cifar100", [host, default, again, other])
+    table = settings_table(SWITCHES, "cifar100", [host, default, again, other])
     assert table is not None
-    assert row_of(table, "| podnet + ivt | `default` |")[2:4] == ["1", f"{default['metrics']['AA']:.2f}"]
+    assert row_of(table, "| podnet + ivt | 5 | default |")[3:5] == ["1", f"{default['metrics']['AA']:.2f}"]
     assert "†" not in table.markdown() + table.note
     other["accuracy"][0][0] += 0.5
-    table = open_settings_table("cifar100", [host, default, again, other])
+    table = settings_table(SWITCHES, "cifar100", [host, default, again, other])
     assert table is not None
-    assert [row[1] for row in table.texts() if "†" in row[1]] == ["`ivt.interval=5` †"]
+    assert [row[2] for row in table.texts()] == ["the paper", "default", "`ivt.interval=5` †"]
     assert table.note.startswith("† Started from another base task")
 
 
-def test_oracle_and_joint_training() -> None:
+def test_settings_of_a_run_without_addons_are_compared_with_its_default() -> None:
+    default, kept = sample("pass", tasks=25, fall=1.0), sample("pass", tasks=25, last_batch="keep", fall=2.0)
+    table = settings_table(("last-batch",), "cifar100", [default, kept])
+    gain = kept["metrics"]["LA"] - default["metrics"]["LA"]
+    assert row_of(table, "| pass | 25 | default |")[5] == ""
+    assert row_of(table, "| pass | 25 | `last_batch=keep` |")[8] == f"{gain:+.2f}"
+
+
+def test_intervals_of_several_seeds_have_standard_errors() -> None:
+    records = [sample("podnet", seed=seed, fall=4.0) for seed in range(3)]
+    records += [sample("podnet", "ivt", seed=seed, fall=2.0 + seed, ivt={"interval": None}) for seed in range(3)]
+    gains = [records[3 + seed]["metrics"]["LA"] - records[seed]["metrics"]["LA"] for seed in range(3)]
+    error = statistics.stdev(gains) / 3**0.5
+    row = row_of(settings_table(("ivt-interval",), "cifar100", records), "| podnet + ivt | 5 | `ivt.interval=null` |")
+    assert row[3] == "3"
+    assert row[8] == f"{statistics.mean(gains):+.2f} ± {error:.2f}"
+    assert settings_table(("ivt-interval",), "imagenet-subset", records) is None
+
+
+def test_oracles_and_joint_training() -> None:
     records = [
         sample(), sample(seed=1), sample("podnet", "ivt", fall=3.0), sample(oracle=True, fall=1.0), sample("joint"),
-        sample(tasks=10),
+        sample(tasks=10), sample("mrfa", oracle=True, fall=1.0),
     ]  # fmt: skip
-    table = bounds_table("cifar100", records)
+    table = bounds_table(BOUNDS, "cifar100", records)
     plain, ivt, oracle = (records[place]["metrics"]["LA"] for place in (0, 2, 3))
-    assert row_of(table, "| podnet | 5 |")[2] == "2"
+    assert row_of(table, "| podnet | 5 |")[2].endswith("(2)")
     assert row_of(table, "| podnet + ivt | 5 |")[-1] == f"{100 * (ivt - plain) / (oracle - plain):.0f} %"
-    assert row_of(table, "| podnet (oracle) | 5 |")[4] == f"{oracle:.2f}"
-    assert row_of(table, "| joint | 1 |")[2:] == ["1", "72.50", "72.50", "", ""]
-    assert "not run" in row_of(bounds_table("cifar100", []), "| joint | 1 |")
+    assert row_of(table, "| podnet oracle | 5 |")[3] == f"{oracle:.2f}"
+    assert row_of(table, "| mrfa + ivt | 5 |")[3] == "not run"
+    assert row_of(table, "| joint | 1 |")[2:] == ["72.50", "72.50", "", "", ""]
+    assert table is not None
+    missing = "pass oracle, 5 tasks; podnet oracle, 10 tasks; podnet oracle, 25 tasks"
+    assert table.note == f"Not run: {missing}."
+    assert "Not run: mrfa oracle, 5 tasks" in render([])
     assert other_runs_table("cifar100", records) is None
+
+
+def test_cells_that_were_not_run_say_why() -> None:
+    cells = {("a", 5): (), ("a", 10): (1.0,), ("b", 5): None, ("c", 5): ()}
+    assert not_run_notes({"a": "too large", "b": "too large"}, cells) == ["Not run: a (5), b (5): too large."]
+    assert not_run_notes({"": "no images"}, {("a", 5): (), ("b", 5): ()}) == ["Not run: all: no images."]
+    assert not_run_notes({"": "no images"}, {("a", 5): (1.0,)}) == []
+    text = render([sample("pass", "ivt", tasks=10)])
+    assert "Not run: pass + ivt (5, 25), fcs + ivt (5, 10, 25): trained before a bug fix" in text
 
 
 def pretrained(method: str, la: float, *addons: str, classes: int = 100, **changed: Any) -> dict[str, Any]:
@@ -285,21 +324,24 @@ def test_ablations_agree_with_the_main_table_and_the_sweeps() -> None:
 def test_committed_page_is_current() -> None:
     if not (RESULTS / "REPRODUCED.md").exists():
         return
-    records = [read_record(path) for path in find_records([RESULTS])]
+    records = [run.record for run in load_runs([RESULTS])]
     assert (RESULTS / "REPRODUCED.md").read_text() == render(records), (
         "results/REPRODUCED.md is stale: run python -m incvec.study.reproduced results"
     )
 
 
-def test_interval_and_time_come_from_records() -> None:
-    records = [read_record(path) for path in sorted(Path("results/cifar100").glob("podnet*-5-s*.json"))]
-    interval, times = interval_table("cifar100", records), time_table("cifar100", records)
-    assert interval is not None
-    assert times is not None
-    assert "| 1 | not run |" in interval.markdown()
-    assert "| 10 | 65.84 ± 0.33 (3) | +0.77 ± 0.27 |" in interval.markdown(align=False)
-    assert "| fcs | 11.6" not in times.markdown(align=False)
-    assert "3 of 42 cells" in times.markdown(align=False)
-    on_cpu = [record | {"environment": {**record["environment"], "device": "cpu"}} for record in records]
-    assert time_table("cifar100", on_cpu) is None
-    assert interval_table("imagenet-subset", records) is None
+def test_time_on_the_gpu_comes_from_records() -> None:
+    def timed(*addons: str, shared: bool, **given: Any) -> dict[str, Any]:
+        record = sample("podnet", *addons, **given)
+        environment = {**record["environment"], "device": "NVIDIA card"}
+        return record | {"environment": environment, "base": {"shared": shared}, "task_seconds": [240.0, *[60.0] * 5]}
+
+    records = [timed(shared=False), timed(shared=False, seed=1), timed("ivt", shared=True), sample("mrfa")]
+    records[1]["task_seconds"] = [480.0, *[120.0] * 5]
+    table = time_table("cifar100", records)
+    assert row_of(table, "| podnet |")[1:3] == ["6.0 ± 2.8", "7.5 ± 3.5"]
+    assert row_of(table, "| podnet + ivt |")[1:4] == ["6.0 ± 2.8", "5.0", "not run"]
+    assert row_of(table, "| mrfa |")[1:3] == ["", "not run"]  # not on a GPU
+    assert table is not None
+    assert "2 of 42 cells, base tasks included: 0.3 h for one seed, 0.9 h for 3" in table.note  # 6 + 7.5 + 5 minutes
+    assert time_table("cifar100", [sample()]) is None

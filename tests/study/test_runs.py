@@ -14,7 +14,7 @@ from rich.console import Console
 from incvec.errors import DataError
 from incvec.presets import resolve
 from incvec.study.run_table import run_rows, runs_table
-from incvec.study.runs import addon_changes, host_changes, load_runs, run_command
+from incvec.study.runs import RunRecord, load_runs, run_command
 from tests.study.samples import sample, write
 
 
@@ -137,8 +137,9 @@ def test_command_with_changes() -> None:
 
 def test_changes_of_host_and_addon() -> None:
     record = sample("podnet", "ivt", order_seed=7, ivt={"interval": 5}, podnet={"memory": 5})
-    assert host_changes(record) == {"order_seed": 7, "podnet.memory": 5}
-    assert addon_changes(record) == {"ivt.interval": 5}
+    run = RunRecord("record.json", record)
+    assert run.host_changes == {"order_seed": 7, "podnet.memory": 5}
+    assert run.addon_changes == {"ivt.interval": 5}
 
 
 def broken(**changes: Any) -> dict[str, Any]:
@@ -182,5 +183,14 @@ def test_copies_are_read_once_and_two_results_are_rejected(tmp_path: Path) -> No
     write(tmp_path, {"a": sample(), "copy": sample()})
     assert len(load_runs([tmp_path])) == 1
     write(tmp_path, {"b": sample(fall=2.0)})
+    with pytest.raises(DataError, match="two results of the same run"):
+        load_runs([tmp_path])
+
+
+def test_result_of_an_earlier_version_with_fewer_settings_is_the_same_run(tmp_path: Path) -> None:
+    """A run repeated by a later version must replace its record: which of two is shown must not depend on names."""
+    earlier = sample()
+    earlier["config"] = {key: value for key, value in earlier["config"].items() if key != "last_batch"}
+    write(tmp_path, {"earlier": earlier, "later": sample(fall=2.0)})
     with pytest.raises(DataError, match="two results of the same run"):
         load_runs([tmp_path])

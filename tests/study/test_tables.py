@@ -84,7 +84,7 @@ def test_commit_hashes_are_short_in_latex_only() -> None:
 def test_missing_numbers() -> None:
     assert number(None) == mean([]) == Cell("–")
     assert mean([], missing="not run") == Cell("not run")
-    assert mean([1.0, 3.0], "+.1f", error=True) == Cell("+2.0 ± 1.00", 2.0)
+    assert mean([1.0, 3.0], "+.1f", error=True) == Cell("+2.0 ± 1.0", 2.0)
     assert code("") == Cell("–")
 
 

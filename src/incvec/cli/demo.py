@@ -82,7 +82,7 @@ def run_demo(out: Path, seeds: Sequence[int], console: Console, changes: Mapping
     console.print(demo_table(records).rich())
     console.print(NOTE, style="dim", highlight=False)
     say(f"figure: {file}", console=console)
-    _, last, forgetting = paired_gains(by_seed(records[WITH_IVT]), by_seed(records[HOST]))
+    _, last, forgetting, _ = paired_gains(by_seed(records[WITH_IVT]), by_seed(records[HOST]))
     say(gain_sentence("IVT", last, forgetting), console=console)
     return records
 

@@ -22,7 +22,6 @@ from incvec.config import digest
 from incvec.data import Dataset, load_dataset
 from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError, check_out
-from incvec.records import read_record, readable
 from incvec.study.figures import find_figures, redraw, write_figure
 from incvec.study.figures.tables import TABLES
 from incvec.study.geometry.curvature import run_curvature
@@ -31,6 +30,7 @@ from incvec.study.geometry.paths import run_paths
 from incvec.study.geometry.planes import check_addon, run_plane
 from incvec.study.geometry.snapshots import first_task, last_task, require_ivt, run_config, run_metadata
 from incvec.study.oracle_gap import oracle_gap
+from incvec.study.runs import load_runs
 
 app = typer.Typer(no_args_is_help=True, help="Figures of finished runs: paths, trade-off, plane, gap, curvature.")
 Start = Literal["oracle", "own"]
@@ -175,18 +175,18 @@ def gap(
     out: Out = FIGURES,
     name: Name = None,
 ) -> None:
-    """Accuracy after each task for methods, with add-ons, their oracles and joint training; the gap closed."""
+    """Accuracy after each task for methods, with add-ons, their oracles and joint training; the gap closed.
+
+    One figure per method, METHOD-TASKS-gap; a name given for a single figure replaces this one.
+    """
     check_out(out, "a figure", "-o")
-    files = readable(records, print_note)
-    figures = oracle_gap(
-        [read_record(file, strict=True) for file in files], lambda text: print_note(f"left out: {text}")
-    )
+    figures = oracle_gap(load_runs(records, print_note), lambda text: print_note(f"left out: {text}"))
+    several = len({data["dataset"] for data in figures}) > 1
     for data in figures:
-        parts = [name or "gap"]
-        if len(figures) > 1:
-            parts += [str(data[key]) for key in ("dataset", "method", "tasks")]
-            parts += [digest(data["changed"])[:6]] if data["changed"] else []
-        write_and_print(data, out / "-".join(parts))
+        parts = [str(data[key]) for key in ("dataset", "method", "tasks") if key != "dataset" or several]
+        parts += [digest(data["changed"])[:6]] if data["changed"] else []
+        alone = name is not None and len(figures) == 1
+        write_and_print(data, out / "-".join([*([] if alone else parts), name or "gap"]))
 
 
 @app.command(epilog="[bold]Example[/bold]\n\nincvec study curvature runs/digits-podnet+ivt-3-s0 --points 11")

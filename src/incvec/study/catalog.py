@@ -44,7 +44,7 @@ a preset `with podnet` to runs with that method.
 
 Results come from the records under `results/`; `pending` means that there are none. An accuracy is reproduced if AA and
 LA are at most 1.5 points below the paper's. An add-on is judged by its gain in AA over the same method without it,
-paired by seed: it is reproduced if the gain is at least two thirds of the paper's. Most cells are one seed.
+paired by seed: it is reproduced if the gain is at least two thirds of the paper's.
 [REPRODUCED.md](../results/REPRODUCED.md) has all numbers."""
 
 

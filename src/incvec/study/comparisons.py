@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from incvec.study import paper, style
-from incvec.study.paper import FM_SPU, INCREMENTS, LITE_MODEL, METRICS, Comparison, PretrainedTable, Records
+from incvec.study.paper import (
+    FM_SPU,
+    INCREMENTS,
+    LITE_MODEL,
+    MEASURED,
+    METRICS,
+    BySeed,
+    Comparison,
+    PretrainedTable,
+    Records,
+)
 from incvec.study.runs import settings_text
 from incvec.study.tables import Cell, Column, Table, code, make_row, mean, number
 
@@ -25,16 +35,21 @@ def compared(values: Sequence[Comparison]) -> list[Cell]:
     for value in metrics:
         cells += [mean(value.ours, count=True, missing=NOT_RUN), number(value.paper, missing="")]
         cells.append(number(value.difference, "+.2f", missing=""))
-    return [*cells, number(clipped.mean, missing="")]
+    return [*cells, mean(clipped.ours, count=True, missing="")]
+
+
+def metric_cells(cell: BySeed, missing: str = NOT_RUN) -> list[Cell]:
+    """AA, LA, FM and `fm_clipped`, each with its spread over the seeds; FM is missing after a single task."""
+    return [mean(paper.values_of(cell, name), count=True, missing="" if cell else missing) for name in MEASURED]
 
 
 def gain_cells(values: Sequence[Comparison]) -> list[Cell]:
-    """IVT's gain and the paper's, for each metric."""
-    return [
-        cell
-        for value in values
-        for cell in (mean(value.ours, "+.2f", error=True, missing=""), number(value.paper, "+.2f", missing=""))
-    ]
+    """IVT's gain and the paper's, for each metric; then the gain in `fm_clipped`."""
+    *metrics, clipped = values
+    cells = []
+    for value in metrics:
+        cells += [mean(value.ours, "+.2f", error=True, missing=""), number(value.paper, "+.2f", missing="")]
+    return [*cells, mean(clipped.ours, "+.2f", error=True, missing="")]
 
 
 def main_table(dataset: str, records: Records, increments: Sequence[int] = INCREMENTS) -> Table:
@@ -56,7 +71,7 @@ def gain_table(dataset: str, records: Records) -> Table | None:
         make_row(host, number(tasks, "d"), number(len(values[0].ours), "d"), *gain_cells(values))
         for (host, tasks), values in gains.items()
     ]
-    labels = ["tasks", "seeds", *(label for metric in METRICS for label in (metric, "paper"))]
+    labels = ["tasks", "seeds", *(label for metric in METRICS for label in (metric, "paper")), "clipped"]
     hosts = {host for host, _ in gains}
     pretrained = any(paper.is_pretrained(record) and record["method"] in hosts for record in records)
     note = PAIRED
@@ -70,7 +85,7 @@ def ablation_table(name: str, records: Records) -> Table:
     content = paper.paper_tables("ablations")[name]
     rows = []
     for row, config in zip(content["rows"], paper.ablation_configs(name), strict=True):
-        cell = paper.by_seed(paper.records_of(config, records))
+        cell = paper.by_seed(paper.records_of(config.resolved(), records))
         settings = {f"{part}.{key}": value for part, own in row.get("set", {}).items() for key, value in own.items()}
         setting = code(row.get("label") or settings_text(settings), missing="")
         numbers = compared(paper.compare_cell(cell, row["paper"]))
@@ -108,7 +123,7 @@ def pretrained_table(table: PretrainedTable, records: Records) -> Table:
 
 def pretrained_gain_table(table: PretrainedTable, records: Records) -> Table | None:
     """IVT's gain with a pre-trained model, beside CLIP's in the paper (whose FM is another measure)."""
-    rows = [make_row(row, number(tasks, "d"), *gain_cells(v)[:-1]) for (row, tasks), v in table.gains(records).items()]
+    rows = [make_row(row, number(tasks, "d"), *gain_cells(v)[:5]) for (row, tasks), v in table.gains(records).items()]
     theirs = "paper" if table.clip else "paper, with CLIP"
     labels = ["tasks", "AA", theirs, "LA", theirs, "FM"]
     kind = "CLIP ViT-B/16" if table.clip else "Not CLIP"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from incvec.errors import DataError
@@ -31,9 +31,9 @@ class Details:
 def panel_details(panel: Panel) -> Details:
     """All of them; DataError if a record has something else in their place."""
     try:
-        drawn = [loss_chart(panel), *(chart(panel, name) for name in STATISTICS for chart in STATISTICS_CHARTS)]
-        training = tuple(chart for chart in drawn if chart is not None)
-        return Details(training, class_table(panel), tuple(confusion_charts(panel)))
+        loss = loss_chart(panel)
+        training = [*([loss] if loss else []), *(chart for name in STATISTICS for chart in addon_charts(panel, name))]
+        return Details(tuple(training), class_table(panel), tuple(confusion_charts(panel)))
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         files = ", ".join(run.path for group in panel.groups for run in group.runs)
         raise DataError(
@@ -76,53 +76,50 @@ def loss_curve(record: Any) -> list[tuple[float, float]]:
     return curve
 
 
-def statistics_chart(panel: Panel, name: str) -> Lines | None:
-    """One statistic of the add-ons over the whole network, at the end of each task."""
-    drawn: list[tuple[Group, Line]] = []
+def addon_charts(panel: Panel, name: str) -> list[Lines]:
+    """One statistic of the add-ons over the whole network: at every teleport, and at the end of each task for records
+    without their teleports."""
+    at_teleports: list[tuple[Group, Line]] = []
+    by_task: list[tuple[Group, Line]] = []
     for group in panel.groups:
         for addon in group.record["addons"]:
-            if any(teleports_of(run.record, addon) for run in group.runs):
-                continue  # drawn by `teleport_chart`
-            series = [values for run in group.runs if (values := statistic_by_task(run.record, addon, name))]
-            if series and len({tuple(values) for values in series}) == 1:  # the same tasks for all seeds
-                samples = [[values[task] for values in series] for task in series[0]]
-                tasks = [task + 1 for task in series[0]]
-                drawn.append((group, make_line(group.title, group.label, tasks, samples)))
-    if not drawn:
-        return None
+            teleports = any(teleports_of(run.record, addon) for run in group.runs)
+            curve_of = teleport_curve if teleports else statistic_by_task
+            curves = [curve for run in group.runs if (curve := curve_of(run.record, addon, name))]
+            if len({tuple(curve) for curve in curves}) == 1:  # at the same places for all seeds
+                samples = list(zip(*(curve.values() for curve in curves), strict=True))
+                line = make_line(group.title, group.label, tuple(curves[0]), samples)
+                if teleports:
+                    at_teleports.append((group, replace(line, errors=None)))
+                else:
+                    by_task.append((group, line))
     label, meaning = STATISTICS[name]
-    return Lines(
-        f"{panel.name}-{name}", f"{panel.title}: {label} at the end of each task", "task", label,
-        tuple(line for _, line in drawn), unit="", commands=commands_of(group for group, _ in drawn),
-        note=f"{meaning} Over all parameters, at the end of each task, with the F of its last epoch.",
-    )  # fmt: skip
+    charts = []
+    if at_teleports:
+        after = " A task begins at 0; each teleport is a step down." if name == "distance" else ""
+        charts.append(
+            Lines(
+                f"{panel.name}-teleports-{name}", f"{panel.title}: {label} at the teleports",
+                "task, and share of its epochs", label, tuple(line for _, line in at_teleports), dense=True, unit="",
+                commands=commands_of(group for group, _ in at_teleports),
+                note=f"{meaning}{after} Over all teleported parameters, mean over the seeds.",
+            )
+        )  # fmt: skip
+    if by_task:
+        charts.append(
+            Lines(
+                f"{panel.name}-{name}", f"{panel.title}: {label} at the end of each task", "task", label,
+                tuple(line for _, line in by_task), unit="", commands=commands_of(group for group, _ in by_task),
+                note=f"{meaning} Over all parameters, at the end of each task, with the F of its last epoch.",
+            )
+        )  # fmt: skip
+    return charts
 
 
-def statistic_by_task(record: Any, addon: str, name: str) -> dict[int, float]:
-    """The tasks that have it: never the first."""
+def statistic_by_task(record: Any, addon: str, name: str) -> dict[float, float]:
+    """The value by task (from 1) for the tasks that have it: never the first."""
     rows = [(row.get(addon) or {}).get("all") or {} for row in record.get("statistics") or []]
-    return {task: float(row[name]) for task, row in enumerate(rows) if row.get(name) is not None}
-
-
-def teleport_chart(panel: Panel, name: str) -> Lines | None:
-    """One statistic of the add-ons at every teleport; the distance before and after it."""
-    drawn: list[tuple[Group, Line]] = []
-    for group in panel.groups:
-        for addon in group.record["addons"]:
-            curves = [curve for run in group.runs if (curve := teleport_curve(run.record, addon, name))]
-            if len({tuple(curve) for curve in curves}) == 1:  # the same teleports for all seeds
-                means = tuple(map(statistics.mean, zip(*(curve.values() for curve in curves), strict=True)))
-                drawn.append((group, Line(group.title, group.label, tuple(curves[0]), means, None, len(curves))))
-    if not drawn:
-        return None
-    label, meaning = STATISTICS[name]
-    after = " A task begins at 0; each teleport is a step down." if name == "distance" else ""
-    return Lines(
-        f"{panel.name}-teleports-{name}", f"{panel.title}: {label} at the teleports", "task, and share of its epochs",
-        label, tuple(line for _, line in drawn), dense=True, unit="",
-        commands=commands_of(group for group, _ in drawn),
-        note=f"{meaning}{after} Over all teleported parameters, mean over the seeds.",
-    )  # fmt: skip
+    return {task: float(row[name]) for task, row in enumerate(rows, start=1) if row.get(name) is not None}
 
 
 def teleport_curve(record: Any, addon: str, name: str) -> dict[float, float]:
@@ -146,8 +143,6 @@ def teleports_of(record: Any, addon: str) -> list[tuple[int, Any]]:
     rows = [(row.get(addon) or {}).get("teleports") for row in record.get("statistics") or []]
     return [(task, row) for task, row in enumerate(rows) if row and row.get("of")]
 
-
-STATISTICS_CHARTS = (teleport_chart, statistics_chart)
 
 # Classes ----------------------------------------------------------------------------------------------------
 

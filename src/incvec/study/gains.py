@@ -9,9 +9,9 @@ from functools import cached_property
 
 from incvec.study import style
 from incvec.study.groups import Group, Stream
-from incvec.study.paper import METRICS, Comparison, by_seed, paired_gains
+from incvec.study.paper import MEASURED, METRICS, Comparison, by_seed, paired_gains
 from incvec.study.runs import settings_text
-from incvec.study.tables import Cell, Column, Table, code, number, signed_mean
+from incvec.study.tables import Cell, Column, Table, code, mean, number
 
 MAX_SENTENCES = 4  # more comparisons than this are counted instead
 
@@ -25,9 +25,9 @@ class Gain:
 
     @cached_property
     def metrics(self) -> dict[str, Comparison]:
-        """AA, LA and FM with the add-ons minus those without, by seed."""
+        """AA, LA, FM and `fm_clipped` with the add-ons minus those without, by seed."""
         with_addons, host = (by_seed([run.record for run in g.runs]) for g in (self.with_addons, self.host))
-        return dict(zip(METRICS, paired_gains(with_addons, host), strict=True))
+        return dict(zip(MEASURED, paired_gains(with_addons, host), strict=True))
 
     @property
     def addon(self) -> str:
@@ -49,9 +49,12 @@ def addon_gains(groups: Sequence[Group]) -> list[Gain]:
 
 def gain_sentence(name: str, last: Comparison, forgetting: Comparison) -> str:
     """`IVT: last accuracy +2.6 ± 1.6, forgetting -5.2 ± 3.0, 3 seeds`."""
-    texts = [signed_mean(values.ours, ".1f").text for values in (last, forgetting)]
-    seeds = len(last.ours)
-    return f"{name}: last accuracy {texts[0]}, forgetting {texts[1]}, {seeds} {'seeds' if seeds > 1 else 'seed'}"
+    texts = [mean(values.ours, "+.1f").text for values in (last, forgetting)]
+    return f"{name}: last accuracy {texts[0]}, forgetting {texts[1]}, {count_seeds(len(last.ours))}"
+
+
+def count_seeds(count: int) -> str:
+    return f"{count} seeds" if count > 1 else "1 seed"
 
 
 def headline(gains: Sequence[Gain]) -> list[str]:
@@ -75,7 +78,7 @@ def describe_gains(name: str, gains: Sequence[Gain]) -> str:
     """`IVT: last accuracy higher in 19 of 20 comparisons (mean +2.2), ...`."""
     last, forgetting = ([m for gain in gains if (m := gain.metrics[key].mean) is not None] for key in ("LA", "FM"))
     seeds = [len(gain.metrics["LA"].ours) for gain in gains]
-    count = f"{min(seeds)} to {max(seeds)} seeds" if min(seeds) < max(seeds) else f"{max(seeds)} seed(s)"
+    count = f"{min(seeds)} to {max(seeds)} seeds" if min(seeds) < max(seeds) else count_seeds(max(seeds))
     text = f"{name}: last accuracy higher in {sum(value > 0 for value in last)} of {len(last)} comparisons"
     text += f" (mean {statistics.mean(last):+.1f})"
     if forgetting:
@@ -91,7 +94,7 @@ def gains_table(gains: Sequence[Gain]) -> Table | None:
         cells = [Cell(gain.addon), Cell(style.label(gain.host.title)), Cell(str(gain.host.stream))]
         cells += [code(settings_text(gain.host.first.host_changes), missing="")]
         cells += [number(len(gain.metrics["LA"].ours), "d")]
-        rows.append([*cells, *(signed_mean(gain.metrics[metric].ours) for metric in METRICS)])
+        rows.append([*cells, *(mean(gain.metrics[metric].ours, "+.2f") for metric in METRICS)])
     note = (
         "With the add-on minus without, by seed, in points: mean ± standard deviation of the differences. AA: accuracy "
         "averaged over the tasks; LA: after the last one (both: more is better); FM: forgetting (less is better)."

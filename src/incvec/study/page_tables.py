@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from incvec.study import comparisons, style
 from incvec.study.groups import Group
-from incvec.study.oracle_gap import pair_with_oracle
 from incvec.study.paper import INCREMENTS, METRICS, ablation_names, is_pretrained, paper_tables, pretrained_tables
 from incvec.study.run_table import run_rows
-from incvec.study.runs import Record, RunRecord, run_command, settings_text
+from incvec.study.runs import Record, RunRecord, pair_with_oracle, run_command, settings_text
 from incvec.study.tables import Cell, Column, Table, code, make_row, mean, number
 
 HEADINGS = {"AA": "AA ↑", "LA": "LA ↑", "FM": "FM ↓"}

@@ -11,16 +11,17 @@ from typing import Any, Literal
 
 import yaml
 
-from incvec.config import RunConfig, digest
+from incvec.config import RunConfig
 from incvec.engine.sweep import read_runs
 from incvec.methods import find_method
 from incvec.metrics import clipped_forgetting
 from incvec.presets import changed_settings, resolve, sweeps
-from incvec.study.runs import Record, Seed, row_name, seed_of
+from incvec.study.runs import Record, Seed, row_name, seed_of, settings_key
 
 METRICS = ("AA", "LA", "FM")
 FM_SPU = "fm_spu"  # the forgetting measure of the paper's table of pre-trained models
 FM_CLIPPED = "fm_clipped"  # closer to the FM in the paper's table of networks trained from scratch than its formula
+MEASURED = (*METRICS, FM_CLIPPED)  # FM_CLIPPED is shown beside FM, and compared with the paper's FM
 INCREMENTS = (5, 10, 25)
 
 Records = Sequence[Record]
@@ -65,6 +66,24 @@ def paper_rows(dataset: str, method: str) -> Mapping[str, Mapping[int, Sequence[
     if not pretrained:
         return rows  # type: ignore[no-any-return]
     return {row: {tasks: [*values[:2], None] for tasks, values in own.items()} for row, own in rows.items()}
+
+
+def not_run_notes(reasons: Mapping[str, str], cells: Mapping[tuple[str, int], Any]) -> list[str]:
+    """Why cells without a value are not run: `Not run: pass + ivt (5, 10): trained before a bug fix only`.
+
+    `reasons` is by row, "" for all rows; a cell without a reason has not been run for lack of GPU time.
+    """
+    missing: dict[str, dict[str, list[int]]] = {}
+    for (row, tasks), values in cells.items():
+        reason = reasons.get(row) or reasons.get("")
+        if reason and not values:
+            missing.setdefault(reason, {}).setdefault(row, []).append(tasks)
+    notes = []
+    for reason, rows in missing.items():
+        everything = len(cells) == sum(map(len, rows.values()))
+        names = (f"{row} ({', '.join(map(str, tasks))})" for row, tasks in rows.items())
+        notes.append(f"Not run: {'all' if everything else ', '.join(names)}: {reason}.")
+    return notes
 
 
 def is_pretrained(record: Record) -> bool:
@@ -123,8 +142,7 @@ def values_of(cell: BySeed, metric: str) -> tuple[float, ...]:
 
 def compare_cell(cell: BySeed, paper: Sequence[float | None]) -> list[Comparison]:
     """AA, LA, FM, and `fm_clipped` beside the paper's FM."""
-    names = (*METRICS, FM_CLIPPED)
-    return [Comparison(values_of(cell, name), theirs) for name, theirs in zip(names, (*paper, paper[-1]), strict=True)]
+    return [Comparison(values_of(cell, name), p) for name, p in zip(MEASURED, (*paper, paper[-1]), strict=True)]
 
 
 def compare(dataset: str, tasks: int, records: Records) -> dict[str, list[Comparison]]:
@@ -135,11 +153,11 @@ def compare(dataset: str, tasks: int, records: Records) -> dict[str, list[Compar
 
 
 def paired_gains(with_addon: BySeed, without: BySeed, paper: Sequence[float | None] = (None,) * 3) -> list[Comparison]:
-    """Differences of AA, LA and FM between runs of the same seed."""
+    """Differences of AA, LA, FM and `fm_clipped` between runs of the same seed."""
     seeds = sorted(set(with_addon) & set(without), key=str)
     return [
         Comparison(without_none(subtract(with_addon[seed][metric], without[seed][metric]) for seed in seeds), theirs)
-        for metric, theirs in zip(METRICS, paper, strict=True)
+        for metric, theirs in zip(MEASURED, (*paper, paper[-1]), strict=True)
     ]
 
 
@@ -156,7 +174,7 @@ def paper_gains(
 def compare_gains(
     dataset: str, records: Records, addon: str = "ivt", cells: Cells | None = None
 ) -> dict[tuple[str, int], list[Comparison]]:
-    """The gain of an add-on in AA, LA and FM by (host, tasks), paired by seed, ours beside the paper's."""
+    """`paired_gains` by (host, tasks), beside the paper's."""
     ours = standard_cells(dataset, records) if cells is None else cells
     gains = {}
     for (row, tasks), with_addon in sorted(ours.items()):
@@ -178,26 +196,20 @@ def same_base(first: float, second: float) -> bool:
 def pairs_with_different_bases(dataset: str, records: Records) -> list[str]:
     """Runs without and with IVT of one seed that do not share a trained base task: `podnet, 5 tasks, seed 1`."""
     first = {
-        (row_name(record), record["tasks"], seed_of(record)): record["accuracy"][0][0]
+        (row_name(record), record["tasks"], record["seed"]): record["accuracy"][0][0]
         for record in records
         if record["dataset"] == dataset and is_standard(record)
     }
     return [
-        f"{row}, {tasks} tasks, seed {seed[0]}"
-        for (row, tasks, seed), value in sorted(first.items(), key=str)
+        f"{row}, {tasks} tasks, seed {seed}"
+        for (row, tasks, seed), value in sorted(first.items())
         if not same_base(first.get((f"{row} + ivt", tasks, seed), value), value)
     ]
 
 
-def settings_key(config: Mapping[str, Any]) -> str:
-    """Equal for resolved configurations that differ in seed, device and engine only."""
-    named = [config[key] for key in ("method", "addons", "dataset", "tasks", "oracle")]
-    return digest([*named, changed_settings(config)])
-
-
-def records_of(config: RunConfig, records: Records) -> list[Record]:
-    """The records of one configuration, with any seed."""
-    key = settings_key(config.resolved())
+def records_of(config: Mapping[str, Any], records: Records) -> list[Record]:
+    """The records of one resolved configuration, with any seed."""
+    key = settings_key(config)
     return [record for record in records if settings_key(record["config"]) == key]
 
 

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from incvec.config import RunConfig
-from incvec.presets import changed_settings, resolve
-from incvec.records import find_records, read_record
+from incvec.presets import changed_settings
+from incvec.records import title
 from incvec.study import comparisons, paper
-from incvec.study.comparisons import NOT_RUN
-from incvec.study.oracle_gap import pair_with_oracle
-from incvec.study.paper import METRICS, BySeed, Records
-from incvec.study.run_times import INTERVAL_SWEEP, interval_table, time_table
-from incvec.study.runs import Record, row_name, seed_of, settings_text
+from incvec.study.comparisons import NOT_RUN, metric_cells
+from incvec.study.paper import METRICS, Records
+from incvec.study.runs import Record, load_runs, row_name, settings_key, settings_text
+from incvec.study.settings_tables import bounds_table, configs_of, settings_table
 from incvec.study.tables import Cell, Table, make_row, mean, number
 
-BOUNDS_SWEEP, OPEN_SWEEPS = "cifar100-podnet", ("cifar100-switches", "cifar100-readings")  # each has a section
+BOUNDS_SWEEPS = ("cifar100-podnet", "cifar100-oracles")
+SETTINGS_SWEEPS = {  # headings and sweeps of tables of settings
+    "Epochs between teleports (`null`: one, at the end of the stage)": ("ivt-interval",),
+    "What the paper leaves open": ("cifar100-switches", "cifar100-readings", "cifar100-own-loss"),
+    "Where published code differs from ours": ("audit", "last-batch"),
+}
+GAINS = "Gains are over the same run without IVT, and over the default for runs without add-ons."
+SEEDS = 3  # of every cell of the paper's table
 CLIP_SECTION = """## Pre-trained: CLIP ViT-B/16 (the paper's table of pre-trained models)
 
 Commands: `incvec sweep clip-cifar100`, `incvec sweep clip-aircraft`. FM follows the paper's formula; the
@@ -41,86 +46,8 @@ INTRODUCTION = """# Reproduced
 Made from the records in this folder by `python -m incvec.study.reproduced results`; do not edit. Values in
 percent; `diff` is ours minus the paper's; FM is better when lower. Several seeds: mean ± standard deviation
 (number of seeds); gains are paired by seed, ± standard error. `clipped` (`fm_clipped`) is FM with the last
-task in its maximum: of the definitions tried on our matrices, the closest to the paper's FM."""
-
-
-def run_text(record: Mapping[str, Any]) -> str:
-    return row_name(record) + (" (oracle)" if record["oracle"] else "")
-
-
-def metric_cells(record: Record) -> list[Cell]:
-    return [number(record["metrics"][metric], missing="") for metric in METRICS]
-
-
-def open_settings_table(dataset: str, records: Records) -> Table | None:
-    """Settings that the paper leaves open, one per line: the gain over the host, paired by seed, and the paper's.
-
-    All lines are of the sweep's seeds; a dagger marks runs that started from another base task than their host.
-    """
-    hosts: dict[str, list[RunConfig]] = {}
-    for config in (config for sweep in OPEN_SWEEPS for config in paper.sweep_configs(sweep)):
-        if config.dataset == dataset:
-            hosts.setdefault(config.method, []).append(config)
-    rows: list[list[str | Cell]] = []
-    other_base = False
-    for configs in hosts.values():
-        given = {key: getattr(configs[0], key) for key in ("method", "addons", "dataset", "tasks", "seed")}
-        default, host = resolve(given), resolve({**given, "addons": []})
-        name, seeds = row_name(default.resolved()), {config.seed for config in configs}
-        rows_of_paper = paper.paper_tables("scratch")[dataset]["rows"]
-        theirs, theirs_host = (rows_of_paper[row][default.tasks] for row in (name, host.method))
-        rows.append([name, "the paper", "3"])
-        for ours, plain in zip(theirs, theirs_host, strict=True):
-            rows[-1] += [number(ours), number(ours - plain, "+.2f"), ""]
-        host_records = paper.records_of(host, records)
-        base = base_accuracies(host_records)
-        for config in (default, *configs):
-            own = [record for record in paper.records_of(config, records) if record["seed"] in seeds]
-            other = [s for s, value in base_accuracies(own).items() if not paper.same_base(base.get(s, value), value)]
-            other_base |= bool(other)
-            setting = settings_text(changed_settings(config.resolved())) or "default"
-            cells = setting_cells(paper.by_seed(own), paper.by_seed(host_records), theirs)
-            rows.append([name, f"`{setting}`{' †' if other else ''}", str(len(own)), *cells])
-    columns = ["run", "setting", "seeds", *(label for m in METRICS for label in (m, "gain", "vs paper"))]
-    dagger = "† Started from another base task than its host, despite the same seed: the gain includes that difference."
-    return Table(columns, rows, note=dagger if other_base else "") if rows else None
-
-
-def base_accuracies(records: Records) -> dict[Any, float]:
-    """Accuracy right after the base task, by seed; see `same_base`."""
-    return {seed_of(record): record["accuracy"][0][0] for record in records}
-
-
-def setting_cells(cell: BySeed, host: BySeed, theirs: Sequence[float]) -> list[Cell]:
-    """For each metric ours, the gain over the host, and the difference to the paper's."""
-    cells = []
-    for ours, gain in zip(paper.compare_cell(cell, theirs)[:3], paper.paired_gains(cell, host), strict=True):
-        paired = f" ({len(gain.ours)})" if 0 < len(gain.ours) < len(cell) else ""  # seeds that have their host
-        cells += [mean(ours.ours, count=True, missing=NOT_RUN), Cell(number(gain.mean, "+.2f", "").text + paired)]
-        cells.append(number(ours.difference, "+.2f", ""))
-    return cells
-
-
-def bounds_table(dataset: str, records: Records) -> Table | None:
-    """The oracle and joint training beside the method without and with IVT; the paper has no numbers for them."""
-    configs = paper.sweep_configs(BOUNDS_SWEEP)
-    if configs[0].dataset != dataset:
-        return None
-    tasks = next(config.tasks for config in configs if config.oracle)
-    shown = {paper.settings_key(config.resolved()): config for config in configs if config.tasks == tasks}
-    members = [paper.records_of(config, records) for config in shown.values()]
-    every = [record for own in members for record in own]
-    closed = {id(record): gap.closed for record, gap in zip(every, pair_with_oracle(every), strict=True) if gap}
-    rows = []
-    for config, own in zip(shown.values(), members, strict=True):
-        shares = [share for record in own if (share := closed.get(id(record))) is not None]
-        gap = f"{100 * statistics.mean(shares):.0f} %" if shares else ""
-        gap += f" ({len(shares)} of {len(own)} seeds)" if 0 < len(shares) < len(own) else ""
-        missing = "" if own else NOT_RUN
-        metrics = [mean(paper.values_of(paper.by_seed(own), m), count=True, missing=missing) for m in METRICS]
-        length = 1 if config.method == "joint" else config.tasks
-        rows.append(make_row(run_text(config.resolved()), str(length), str(len(own)), *metrics, gap))
-    return Table(["run", "tasks", "seeds", *METRICS, "gap closed"], rows)
+task in its maximum: of the definitions tried on our matrices, the closest to the paper's FM. Cells that are
+`not run` lack GPU time, unless another reason is given below their table."""
 
 
 def other_data_table(dataset: str, content: Mapping[str, Any], records: Records) -> Table:
@@ -138,52 +65,92 @@ def other_data_table(dataset: str, content: Mapping[str, Any], records: Records)
                 continue
             reached = [mean(paper.values_of(cell, "AA"), count=True, missing=NOT_RUN) for cell in (plain, with_ivt)]
             cells = [Cell(host), Cell(variant), number(tasks, "d"), *reached]
-            for place, gain in enumerate(paper.paired_gains(with_ivt, plain)):
-                cells.append(number(gain.mean, "+.2f", NOT_RUN))
+            *gains_here, clipped = paper.paired_gains(with_ivt, plain)
+            for place, gain in enumerate(gains_here):
+                cells.append(mean(gain.ours, "+.2f", error=True, missing=NOT_RUN))
                 values = [paper.paper_gains(theirs[first], host, tasks)[place]]
                 for name, gains in elsewhere.items():
                     own = gains[host, tasks][place].mean if (host, tasks) in gains else None
                     values += [paper.paper_gains(theirs[name], host, tasks)[place], own]
                 cells += [number(value, "+.2f", "") for value in values]
-            rows.append(cells)
+            rows.append([*cells, mean(clipped.ours, "+.2f", error=True, missing="")])
     compared = ("gain", f"paper, {first}", *(f"{whose}, {name}" for name in more for whose in ("paper", "ours")))
     columns = ["host", "settings", "tasks", "AA", "AA with IVT"]
-    columns += [f"{metric} {label}" for metric in METRICS for label in compared]
+    columns += [*(f"{metric} {label}" for metric in METRICS for label in compared), "clipped gain"]
     return Table(columns, rows)
 
 
 def other_runs_table(dataset: str, records: Records) -> Table | None:
-    """Records of networks trained from scratch that no other table shows."""
-    configs = [config for sweep in (BOUNDS_SWEEP, *OPEN_SWEEPS) for config in paper.sweep_configs(sweep)]
-    configs += paper.sweep_configs(INTERVAL_SWEEP)
-    configs += [config for name in paper.ablation_names(dataset) for config in paper.ablation_configs(name)]
-    keys = {paper.settings_key(config.resolved()) for config in configs}
+    """Runs of networks trained from scratch that no other table shows."""
+    configs = configs_of((*BOUNDS_SWEEPS, *(sweep for own in SETTINGS_SWEEPS.values() for sweep in own)), dataset)
+    configs += [config.resolved() for name in paper.ablation_names(dataset) for config in paper.ablation_configs(name)]
+    keys = {settings_key(config) for config in configs}
     content = paper.paper_tables("scratch")[dataset]
 
     def is_shown(r: Record) -> bool:
         if paper.is_standard(r) and r["tasks"] in content["rows"].get(row_name(r), ()):
             return True
         variants = content.get("variants", ()) if r["tasks"] in content.get("tasks", ()) else ()
-        return paper.settings_key(r["config"]) in keys or any(paper.is_standard(r, variant) for variant in variants)
+        return settings_key(r["config"]) in keys or any(paper.is_standard(r, variant) for variant in variants)
 
-    rest = [r for r in records if r["dataset"] == dataset and not is_shown(r)]
-    rows = []
-    for r in sorted(rest, key=lambda r: (row_name(r), r["tasks"], r["seed"])):
-        changes = settings_text(changed_settings(r["config"])) or "-"
-        rows.append(make_row(run_text(r), str(r["tasks"]), str(r["seed"]), changes, *metric_cells(r)))
-    return Table(["run", "tasks", "seed", "changed", *METRICS], rows) if rows else None
+    members: dict[tuple[str, int, str], list[Record]] = {}
+    for r in records:
+        if r["dataset"] == dataset and not is_shown(r):
+            changes = settings_text(changed_settings(r["config"])) or "-"
+            members.setdefault((title(r), r["tasks"], changes), []).append(r)
+    rows = [
+        make_row(run, str(tasks), changes, *metric_cells(paper.by_seed(own)))
+        for (run, tasks, changes), own in sorted(members.items())
+    ]
+    return Table(["run", "tasks", "changed", *METRICS, "clipped"], rows) if rows else None
 
 
 def other_pretrained_table(records: Records) -> Table | None:
     """Pre-trained models with other settings, each with its model's name."""
-    rows = []
-    for r in sorted(records, key=lambda r: (r["dataset"], row_name(r), r["tasks"], r["seed"])):
+    members: dict[tuple[str, ...], list[Record]] = {}
+    for r in records:
         own = r["config"][r["method"]]
         pixels = f"{own['pixels']} px" if own.get("pixels") else None
         model = ", ".join(filter(None, (own["net"], own.get("tag"), pixels)))
         data = f"{r['dataset']} ({len(r['class_order'])} classes)"
-        rows.append(make_row(run_text(r), model, data, str(r["tasks"]), str(r["seed"]), *metric_cells(r)))
-    return Table(["run", "model", "data", "tasks", "seed", *METRICS], rows) if rows else None
+        changes = settings_text(changed_settings(r["config"])) or "-"
+        members.setdefault((data, title(r), str(r["tasks"]), model, changes), []).append(r)
+    rows = [
+        make_row(run, model, data, tasks, changes, *metric_cells(paper.by_seed(own)))
+        for (data, run, tasks, model, changes), own in sorted(members.items())
+    ]
+    return Table(["run", "model", "data", "tasks", "changed", *METRICS, "clipped"], rows) if rows else None
+
+
+def time_table(dataset: str, records: Records) -> Table | None:
+    """Time of the rows of the paper's table on a GPU, from records; the note adds them up."""
+    own = [r for r in records if r["dataset"] == dataset and paper.is_standard(r) and is_timed(r)]
+    cells: dict[tuple[str, int], list[float]] = {}
+    bases: dict[str, list[float]] = {}
+    for record in own:
+        seconds = record["task_seconds"]
+        cells.setdefault((row_name(record), record["tasks"]), []).append(sum(seconds[1:]) / 60)
+        if not record["base"].get("shared"):
+            bases.setdefault(record["method"], []).append(seconds[0] / 60)
+    published = paper.paper_tables("scratch")[dataset]["rows"]
+    expected = [(row, tasks) for row, by_tasks in published.items() for tasks in by_tasks]
+    if not any(cell in cells for cell in expected):
+        return None
+    rows = []
+    for row in published:
+        times = [mean(cells.get((row, tasks), []), ".1f", missing=NOT_RUN) for tasks in paper.INCREMENTS]
+        rows.append(make_row(row, mean(bases.get(row.split(" + ")[0], []), ".1f", missing=""), *times))
+    known = [statistics.mean(cells[cell]) for cell in expected if cell in cells]
+    hours = (sum(known) + sum(map(statistics.mean, bases.values()))) / 60
+    total = f"{hours:.1f} h for one seed, {SEEDS * hours:.1f} h for {SEEDS}"
+    note = f"{len(known)} of {len(expected)} cells, base tasks included: {total}."
+    return Table(["row", "base task", *(f"{tasks} increments" for tasks in paper.INCREMENTS)], rows, note=note)
+
+
+def is_timed(record: Record) -> bool:
+    """On a GPU, and with the time of every task: a run that started from another's snapshot lacks some."""
+    complete = len(record.get("task_seconds") or []) == len(record["accuracy"])
+    return complete and str(record["environment"].get("device")).startswith("NVIDIA")
 
 
 def provenance(records: Records) -> list[str]:
@@ -191,15 +158,29 @@ def provenance(records: Records) -> list[str]:
     if not records:
         return []
     devices = ", ".join(sorted({r["environment"]["device"] for r in records}))
-    commits = ", ".join(sorted({str(r["environment"]["commit"]) for r in records}))
+    commits = ", ".join(sorted({str(r["environment"]["commit"])[:12] for r in records}))
     hours = sum(r["seconds"] for r in records) / 3600
     time = f"{hours:.1f} h of run time in total (several runs shared the device)"
     return ["", f"{len(records)} records; {devices}; commits {commits}; {time}."]
 
 
-def titled(heading: str, table: Table | None) -> list[str]:
-    """A heading and a table; nothing without a table."""
-    return [] if table is None else ["", heading, "", table.markdown(align=False)]
+def titled(heading: str, table: Table | None, note: bool = False) -> list[str]:
+    """A heading, a table, and its note if asked for; nothing without a table."""
+    if table is None:
+        return []
+    rows = [table.markdown(align=False)] if table.rows else []
+    return blocks([heading, *rows, *([table.note] if note and table.note else [])])
+
+
+def blocks(texts: Iterable[str]) -> list[str]:
+    """Each text after an empty line."""
+    return [line for text in texts for line in ("", text)]
+
+
+def section(heading: str, sweeps: Sequence[str]) -> str:
+    """A heading, and the commands of its runs."""
+    commands = ", ".join(f"`incvec sweep {sweep}`" for sweep in sweeps)
+    return f"### {heading}\n\n{'Commands' if len(sweeps) > 1 else 'Command'}: {commands}."
 
 
 def pretrained_sections(records: Records) -> list[str]:
@@ -211,6 +192,11 @@ def pretrained_sections(records: Records) -> list[str]:
         lines += ["", introduction]
         for table in tables:
             lines += titled(f"### {name}: {table.title}", comparisons.pretrained_table(table, records))
+            if table.clip:
+                reasons = paper.paper_tables("pretrained")[table.dataset]["not_run"]
+                cells = table.cells(records)
+                expected = {(row, tasks): cells.get((row, tasks)) for row in table.rows for tasks in table.tasks}
+                lines += blocks(paper.not_run_notes(reasons, expected))
             lines += titled("IVT adds, in points:", comparisons.pretrained_gain_table(table, records))
         if not clip:
             heading = "### The learning rate, on held-out training images"
@@ -231,21 +217,23 @@ def render(records: Records) -> str:
             lines += titled(content["description"], other_data_table(dataset, content, scratch))
         else:
             lines += ["", comparisons.main_table(dataset, scratch).markdown(align=False)]
+            cells = paper.standard_cells(dataset, scratch)
+            expected = {(row, tasks): cells.get((row, tasks)) for row, own in content["rows"].items() for tasks in own}
+            lines += blocks(paper.not_run_notes(content.get("not_run", {}), expected))
             lines += titled("### What IVT adds", comparisons.gain_table(dataset, scratch))
             if pairs := paper.pairs_with_different_bases(dataset, scratch):
                 lines += ["", f"Pairs with the same seed but different base tasks: {'; '.join(pairs)}."]
         for name in paper.ablation_names(dataset):
             ablation = paper.paper_tables("ablations")[name]
-            heading = f"### {ablation['title']}\n\nCommand: `incvec sweep {ablation['sweep']}`."
-            lines += titled(heading, comparisons.ablation_table(name, scratch))
-        interval = f"### Epochs between teleports\n\nCommand: `incvec sweep {INTERVAL_SWEEP}`. "
-        interval += "Runs marked † below started from another base task than their host."
-        lines += titled(interval, interval_table(dataset, scratch))
-        lines += titled("### The oracle and joint training", bounds_table(dataset, scratch))
-        if open_settings := open_settings_table(dataset, scratch):
-            lines += titled("### What the paper leaves open", open_settings)
-            lines += ["", open_settings.note] if open_settings.note else []
-        lines += titled(TIMES, time_table(dataset, scratch))
+            lines += titled(section(ablation["title"], [ablation["sweep"]]), comparisons.ablation_table(name, scratch))
+        lines += titled(
+            section("Oracles and joint training", BOUNDS_SWEEPS),
+            bounds_table(BOUNDS_SWEEPS, dataset, scratch),
+            note=True,
+        )
+        for heading, sweeps in SETTINGS_SWEEPS.items():
+            lines += titled(f"{section(heading, sweeps)} {GAINS}", settings_table(sweeps, dataset, scratch), note=True)
+        lines += titled(TIMES, time_table(dataset, scratch), note=True)
         lines += titled("### Other runs", other_runs_table(dataset, scratch))
         lines += provenance([r for r in scratch if r["dataset"] == dataset])
     return "\n".join([*lines, *pretrained_sections(pretrained)]) + "\n"
@@ -253,8 +241,7 @@ def render(records: Records) -> str:
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "results")
-    records = [read_record(path) for path in find_records([folder])]
-    (folder / "REPRODUCED.md").write_text(render(records))
+    (folder / "REPRODUCED.md").write_text(render([run.record for run in load_runs([folder])]))
 
 
 if __name__ == "__main__":

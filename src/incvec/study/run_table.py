@@ -14,9 +14,8 @@ from typing import Any
 from incvec.errors import ConfigError
 from incvec.presets import changed_settings
 from incvec.records import title
-from incvec.study.oracle_gap import comparison_key, pair_with_oracle
-from incvec.study.runs import Record, settings_text
-from incvec.study.tables import MISSING, Cell, Column, Table, make_row, number
+from incvec.study.runs import Record, comparison_key, pair_with_oracle, settings_text
+from incvec.study.tables import Column, Table, make_row, mean, number, percent
 
 
 @dataclass(frozen=True)
@@ -120,10 +119,9 @@ def seeds_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True)
     table_rows = []
     for group in by_configuration(rows):
         first = group[0]
-        gaps = [row.gap_closed for row in group if row.gap_closed is not None]
-        closed = Cell(f"{100 * statistics.mean(gaps):.0f} %", statistics.mean(gaps)) if gaps else Cell(MISSING)
-        cells = [_spread([getattr(row, metric) for row in group]) for metric in ("AA", "LA", "FM")]
-        cells += [_spread([row.gain_LA for row in group], "+.1f"), closed]
+        gaps = _known(group, "gap_closed")
+        cells = [mean(_known(group, metric), ".1f") for metric in ("AA", "LA", "FM")]
+        cells += [mean(_known(group, "gain_LA"), "+.1f"), percent(statistics.mean(gaps) if gaps else None)]
         name = _noted(first, notes, footnotes)
         table_rows.append(make_row(name, str(len(group)), *cells, dim=first.run.endswith(" oracle")))
     labels = ("seeds", "AA", "LA", "FM", "gain\nin LA", "gap\nclosed")
@@ -131,14 +129,9 @@ def seeds_table(rows: Sequence[RunRow], title: str = "", footnotes: bool = True)
     return Table(["run", *map(Column, labels)], table_rows, title, note)
 
 
-def _spread(values: Sequence[float | None], form: str = ".1f") -> Cell:
-    """`65.3 ± 0.4`: mean and standard deviation over the seeds that have a value."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return Cell(MISSING)
-    average = statistics.mean(known)
-    deviation = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
-    return Cell(format(average, form) + deviation, average)
+def _known(rows: Sequence[RunRow], field: str) -> list[float]:
+    """The values of the seeds that have one."""
+    return [value for row in rows if (value := getattr(row, field)) is not None]
 
 
 def _noted(row: RunRow, notes: dict[str, int], footnotes: bool) -> str:
@@ -164,8 +157,7 @@ def runs_table(rows: Sequence[RunRow], footnotes: bool = True) -> Table:
     table_rows = []
     for row in rows:
         name = _noted(row, notes, footnotes)
-        closed = Cell(MISSING) if row.gap_closed is None else Cell(f"{100 * row.gap_closed:.0f} %", row.gap_closed)
-        numbers = [*map(number, (row.AA, row.LA, row.FM)), closed, number(row.seconds, ".1f")]
+        numbers = [*map(number, (row.AA, row.LA, row.FM)), percent(row.gap_closed), number(row.seconds, ".1f")]
         dim = row.run.endswith(" oracle")
         table_rows.append(make_row(name, row.dataset, str(row.tasks), str(row.seed), *numbers, dim=dim))
     labels = ("tasks", "seed", "AA", "LA", "FM", "gap\nclosed", "seconds")  # 80 columns are enough

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from incvec import metrics
 from incvec.config import digest
-from incvec.errors import DataError
+from incvec.errors import ConfigError, DataError
 from incvec.presets import changed_settings
 from incvec.records import read_record, readable, title
 
@@ -44,11 +45,13 @@ class RunRecord:
 
     @cached_property
     def addon_changes(self) -> dict[str, Any]:
-        return addon_changes(self.record)
+        """Of the add-ons alone."""
+        return {key: value for key, value in self.changes.items() if key.partition(".")[0] in self.record["addons"]}
 
     @cached_property
     def host_changes(self) -> dict[str, Any]:
-        return host_changes(self.record)
+        """All others."""
+        return {key: value for key, value in self.changes.items() if key not in self.addon_changes}
 
     @property
     def increments_seconds(self) -> float | None:
@@ -59,13 +62,16 @@ class RunRecord:
         return fsum(spent[1:] or spent)
 
 
-def load_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Every record at or below the paths, each checked against its own accuracy matrix; copies are read once."""
-    runs: dict[str, RunRecord] = {}
-    for file in readable(paths):
+def load_runs(paths: Sequence[Path], warn: Callable[[str], None] | None = None) -> list[RunRecord]:
+    """Every record at or below the paths, each checked against its own accuracy matrix; copies are read once.
+
+    Two results of the same settings and seed are an error, also if one of them is from a version with fewer settings.
+    A broken record in a folder is an error, or a warning to `warn`.
+    """
+    runs: dict[tuple[str, Seed], RunRecord] = {}
+    for file in readable(paths, warn):
         run = RunRecord(str(file), read_record(file, strict=True))
-        config = {key: value for key, value in run.record["config"].items() if key not in ("device", "engine")}
-        other = runs.setdefault(digest(config), run)
+        other = runs.setdefault((settings_key(run.record["config"]), run.seed), run)
         if other.record["accuracy"] != run.record["accuracy"]:
             raise DataError(
                 f"{other.path} and {run.path} are two results of the same run ({run.title}, "
@@ -78,21 +84,56 @@ def seed_of(record: Record) -> Seed:
     return record["seed"], record.get("order_seed")
 
 
+def settings_key(config: Mapping[str, Any]) -> str:
+    """Equal for resolved configurations that differ in seed, device and engine only."""
+    named = [config[key] for key in ("method", "addons", "dataset", "tasks", "oracle")]
+    return digest([*named, changed_settings(config)])
+
+
 def row_name(record: Record) -> str:
     """`podnet + ivt`, for an oracle too: the name of a row in the paper's tables."""
     return " + ".join([record["method"], *record["addons"]])
 
 
-def addon_changes(record: Record) -> dict[str, Any]:
-    """Settings of the add-ons that differ from the presets'."""
-    changes = changed_settings(record["config"])
-    return {key: value for key, value in changes.items() if key.partition(".")[0] in record["addons"]}
+class OracleGap(NamedTuple):
+    """LA of a run with add-ons, of the plain method and of its oracle, with the same seed and settings."""
+
+    plain: float
+    with_addons: float
+    oracle: float
+
+    @property
+    def closed(self) -> float | None:
+        """(LA - LA_plain) / (LA_oracle - LA_plain); None if the oracle is not ahead of the plain method."""
+        return metrics.gap_closed(self.with_addons, self.plain, self.oracle)
 
 
-def host_changes(record: Record) -> dict[str, Any]:
-    """All other settings that differ from the presets'."""
-    changes = changed_settings(record["config"])
-    return {key: value for key, value in changes.items() if key.partition(".")[0] not in record["addons"]}
+def pair_with_oracle(records: Sequence[Record]) -> list[OracleGap | None]:
+    """The gap of each run with add-ons; None for others, and without a plain run and an oracle to compare with."""
+    keys = [comparison_key(record) for record in records]
+    last: dict[tuple[str, bool], float] = {}
+    for key, record in zip(keys, records, strict=True):
+        if not record["addons"]:
+            last.setdefault((key, bool(record["oracle"])), float(record["metrics"]["LA"]))
+    gaps: list[OracleGap | None] = []
+    for key, record in zip(keys, records, strict=True):
+        plain, oracle = last.get((key, False)), last.get((key, True))
+        if not record["addons"] or record["oracle"] or plain is None or oracle is None:
+            gaps.append(None)
+        else:
+            gaps.append(OracleGap(plain, float(record["metrics"]["LA"]), oracle))
+    return gaps
+
+
+def comparison_key(record: Record) -> str:
+    """Equal for a method, its oracle and the method with any add-on, all else (the seed included) being equal."""
+    try:
+        settings = RunRecord("", record).host_changes
+    except (ConfigError, KeyError):  # of a method that is not installed, or of an incomplete record
+        ignored = {"addons", "oracle", "device", "engine", *record["addons"]}
+        settings = {key: value for key, value in record.get("config", {}).items() if key not in ignored}
+    named = [record[key] for key in ("method", "dataset", "tasks", "test_counts")]
+    return digest([named, seed_of(record), settings])
 
 
 def settings_text(changes: Mapping[str, Any]) -> str:

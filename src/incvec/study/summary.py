@@ -12,12 +12,12 @@ from typing import Any
 from incvec.records import find_records, read_record, title
 from incvec.study import style
 from incvec.study.figures import find_figures, read_figure
-from incvec.study.paper import INCREMENTS, Comparison, Records, compare, paper_tables
+from incvec.study.paper import INCREMENTS, Comparison, Records, compare, not_run_notes, paper_tables
 from incvec.study.tables import Table, duration
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 DATASET = "cifar100"
-NOT_RUN = "not run yet"
+NOT_RUN = "not run"
 CAPTION = "Accuracy and loss along the lines between models"
 
 
@@ -25,21 +25,20 @@ def render(folder: Path) -> str:
     """Everything between the README's markers; paths are relative to the parent of `folder`."""
     files = find_records([folder]) if folder.is_dir() else []
     records = [record for record in map(read_record, files) if record["dataset"] != "digits"]
-    table = main_table([record for record in records if record["dataset"] == DATASET])
-    return "\n\n".join([table.markdown(), time_text(records), figure_text(folder)])
+    table, notes = main_table([record for record in records if record["dataset"] == DATASET])
+    return "\n\n".join([table.markdown(), *notes, time_text(records), figure_text(folder)])
 
 
-def main_table(records: Records) -> Table:
-    """Every host of IVT without and with it."""
+def main_table(records: Records) -> tuple[Table, list[str]]:
+    """Every host of IVT without and with it, and why cells are not run."""
+    content = paper_tables("scratch")[DATASET]
     values = {tasks: compare(DATASET, tasks, records) for tasks in INCREMENTS}
-    names = list(paper_tables("scratch")[DATASET]["rows"])
-    hosts = [name for name in names if f"{name} + ivt" in names]
-    rows = [
-        [style.label(name), *(cell_text(values[tasks][name][:3]) for tasks in INCREMENTS)]
-        for host in hosts
-        for name in (host, f"{host} + ivt")
-    ]
-    return Table(["method", *(f"{tasks} increments" for tasks in INCREMENTS)], rows)
+    names = [name for host in content["rows"] if f"{host} + ivt" in content["rows"] for name in (host, f"{host} + ivt")]
+    rows = [[style.label(name), *(cell_text(values[tasks][name][:3]) for tasks in INCREMENTS)] for name in names]
+    run = {(style.label(name), tasks): values[tasks][name][0].ours for name in names for tasks in INCREMENTS}
+    reasons = {style.label(name): reason for name, reason in content["not_run"].items()}
+    table = Table(["method", *(f"{tasks} increments" for tasks in INCREMENTS)], rows)
+    return table, not_run_notes(reasons, run)
 
 
 def cell_text(values: Sequence[Comparison]) -> str:

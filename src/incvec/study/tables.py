@@ -161,24 +161,20 @@ def mean(
     values: Sequence[float], form: str = ".2f", error: bool = False, count: bool = False, missing: str = MISSING
 ) -> Cell:
     """`65.30 ± 0.41`: the mean over seeds with its standard deviation, or with the standard error of the mean; `count`
-    appends the number of seeds, `65.30 ± 0.41 (3)`."""
+    appends the number of seeds, `65.30 ± 0.41 (3)`. With the form `+.2f`, the mean has a sign."""
     if not values:
         return Cell(missing)
     average = statistics.mean(values)
     text = format(average, form)
     if len(values) > 1:
-        deviation = statistics.stdev(values)
-        text += f" ± {deviation / len(values) ** 0.5 if error else deviation:.2f}" + f" ({len(values)})" * count
+        deviation = statistics.stdev(values) / (len(values) ** 0.5 if error else 1)
+        text += f" ± {deviation:{form.removeprefix('+')}}" + f" ({len(values)})" * count
     return Cell(text, average)
 
 
-def signed_mean(values: Sequence[float], form: str = ".2f") -> Cell:
-    """`+1.30 ± 0.41`: the mean of differences with their standard deviation."""
-    if not values:
-        return Cell(MISSING)
-    average = statistics.mean(values)
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return Cell(f"{average:+{form}}{spread}", average)
+def percent(share: float | None) -> Cell:
+    """`14 %` for 0.14."""
+    return Cell(MISSING) if share is None else Cell(f"{100 * share:.0f} %", share)
 
 
 def code(text: str, missing: str = MISSING) -> Cell:

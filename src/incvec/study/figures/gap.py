@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from incvec.records import title
 from incvec.study import style
 from incvec.study.figures.canvas import add_note, legend_below, new_figure, plot_band, plot_marker, plot_run, style_axes
+from incvec.study.figures.path import curve_styles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ def draw_gap(data: Mapping[str, Any]) -> Figure:
     extra = 0.8 * max(0, len(runs) - MAX_WIDE_BARS)
     figure = new_figure(10.5 + extra, 4.4)
     left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [5.25, 5.25 + extra]})
-    styles = [style.run_style(title(run)) for run in runs]
+    styles = curve_styles(runs)
     for place, (entry, run) in enumerate(zip(runs, styles, strict=True)):
         last = entry["LA"]["mean"]
         if means := [value["mean"] for value in entry["accuracy"]]:
@@ -63,7 +63,7 @@ def describe_seeds(runs: Sequence[dict[str, Any]]) -> str:
         paired = sorted(set(run["seeds"]).intersection(*references))
         averaged = run["gap_closed"] is not None and paired != run["seeds"]
         text = seeds_text(run["seeds"]) + (f" (gap closed: {seeds_text(paired)})" if averaged else "")
-        names.setdefault(text, []).append(style.label(title(run)))
+        names.setdefault(text, []).append(run["name"])
     return "; ".join(f"{', '.join(labels)}: {text}" for text, labels in names.items())
 
 

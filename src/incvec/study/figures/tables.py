@@ -7,7 +7,7 @@ from typing import Any
 
 from incvec.study.figures.path import MIN_R2, has_linear_fit
 from incvec.study.figures.plane import describe_starts
-from incvec.study.tables import MISSING, Column, Table, make_row, number
+from incvec.study.tables import Column, Table, make_row, number, percent
 
 Data = Mapping[str, Any]
 
@@ -58,8 +58,9 @@ def gap_table(data: Data) -> Table:
     rows = []
     for run in data["runs"]:
         deviation = "" if run["LA"]["std"] is None else f" ± {run['LA']['std']:.2f}"
-        closed = MISSING if run["gap_closed"] is None else f"{100 * run['gap_closed']:.0f} %"
-        rows.append([run["name"], str(len(run["seeds"])), f"{run['LA']['mean']:.2f}{deviation}", closed])
+        rows.append(
+            [run["name"], str(len(run["seeds"])), f"{run['LA']['mean']:.2f}{deviation}", percent(run["gap_closed"])]
+        )
     return Table(["run", *map(Column, ("seeds", "LA", "gap closed"))], rows)
 
 
