@@ -32,7 +32,7 @@ from incvec.engine.shared_bases import BaseFile, base_key
 from incvec.engine.stage import train_stage
 from incvec.engine.state import RunState
 from incvec.engine.task import begin_task, end_task, evaluate_task
-from incvec.errors import Busy, CheckpointError
+from incvec.errors import Busy
 from incvec.nets import BACKBONES, finer_backbone
 from incvec.records import format_json, read_record
 
@@ -174,7 +174,7 @@ class Run:
         finally:
             if self.state is not None:
                 self.state.drop_loop()
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(Exception):  # the run has ended, or fails for a reason of its own
                 self._saver.wait()
             self._release_base()
             self._lock.release()

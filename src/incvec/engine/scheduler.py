@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from incvec.engine import events as ev
@@ -24,6 +24,14 @@ class Requeued(ev.Event):
     """A run was interrupted and will continue from its last checkpoint, in another process."""
 
     reason: str
+
+
+def _advance(events: Iterator[ev.Event]) -> ev.Event | None:
+    """The next event; None at the end. An error is an event, too: a handler would keep its traceback alive."""
+    try:
+        return next(events, None)
+    except Exception as error:
+        return Failed(error)
 
 
 def run_concurrently(
@@ -82,26 +90,23 @@ def run_concurrently(
                     unchecked.add(number)
                     continue  # all places are taken; it checks for its base when one is free
                 unchecked.discard(number)
-                try:
-                    event = next(events)
-                except StopIteration:
+                event = _advance(events)
+                if event is None or isinstance(event, Failed):
                     del active[number]
                     blocked.discard(number)
+                if event is None:
                     continue
-                except Exception as error:  # the other runs continue
-                    del active[number], events
-                    blocked.discard(number)
-                    if isinstance(error, DeviceMemoryError) and working():  # blocked runs will not release memory
+                if isinstance(event, Failed):
+                    if isinstance(event.error, DeviceMemoryError) and working():  # blocked runs will not release memory
                         queue.append(number)
                         at_once = min(at_once, working())
-                        del error
+                        del event  # its traceback refers to the run's tensors
                         release_memory()
-                        yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
-                    elif isinstance(error, Busy) and not last_attempt:
+                        event = ev.Notice(f"the device's memory is full: {at_once} at once from now on")
+                    elif isinstance(event.error, Busy) and not last_attempt:
                         busy.append(number)
-                        yield number, ev.Notice("another process is working on it")
-                    else:
-                        yield number, Failed(error)
+                        event = ev.Notice("another process is working on it")
+                    yield number, event
                     continue
                 if isinstance(event, ev.Tick):
                     (blocked.add if event.blocked else blocked.discard)(number)

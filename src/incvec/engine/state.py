@@ -34,7 +34,7 @@ class RunState:
         self.progress = Progress()
         self.loop: StageLoop | None = None  # of the stage in training
         self.estimate = Estimate(parts.tasks, parts.plan, len(parts.world.train.labels) / len(parts.order))
-        self.failed_captures: set[tuple[str, str]] = set()  # (stage name, mode), not attempted again
+        self.failed_captures: set[tuple[str, bool, str]] = set()  # see `capture_with_fallback`
         self.encoded_test_images: list[Tensor] = []  # of a method with a frozen encoder
         self._started = time.monotonic()
 
