@@ -20,7 +20,7 @@ from incvec.engine import events as ev
 from incvec.engine import run as run_module
 from incvec.engine import stage as stage_module
 from incvec.engine.build import RunParts
-from incvec.engine.checkpoint import CheckpointWriter
+from incvec.engine.checkpoint_writer import CheckpointWriter
 from incvec.engine.loop import StageLoop
 from incvec.engine.run import Run, finish
 from incvec.engine.scheduler import Failed, run_concurrently

@@ -22,7 +22,8 @@ from incvec.data import Dataset
 from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.build import RunParts, build, pick_device
-from incvec.engine.checkpoint import CheckpointWriter, Position
+from incvec.engine.checkpoint import Position
+from incvec.engine.checkpoint_writer import CheckpointWriter
 from incvec.engine.device_errors import gpu_problem, translate_device_errors
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 from incvec.engine.loop import StageLoop

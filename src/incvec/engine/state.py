@@ -14,7 +14,8 @@ from incvec.data import Dataset
 from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.build import RunParts
-from incvec.engine.checkpoint import CheckpointWriter, Position
+from incvec.engine.checkpoint import Position
+from incvec.engine.checkpoint_writer import CheckpointWriter
 from incvec.engine.distributed import Distributed
 from incvec.engine.estimate import Estimate
 from incvec.engine.loop import StageLoop
