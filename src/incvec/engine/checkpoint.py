@@ -21,7 +21,7 @@ from incvec.atomic_files import START_AGAIN, check_fits, read_tensors
 from incvec.config import RunConfig, differences, first_problem
 from incvec.data import Dataset
 from incvec.data.stream import split
-from incvec.engine.build import RunParts, describe_preprocessing, grow
+from incvec.engine.build import RunParts, grow
 from incvec.engine.code_version import code_version
 from incvec.engine.device_errors import is_out_of_memory
 from incvec.engine.loop import StageLoop
@@ -83,27 +83,6 @@ def trained_tensors(snapshot: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain = {name: tensor for name, tensor in snapshot.items() if not name.startswith("trained/")}
     trained = {name.removeprefix("trained/"): t for name, t in snapshot.items() if name.startswith("trained/")}
     return plain | {f"method/model.{name}": tensor for name, tensor in trained.items()}
-
-
-def describe(
-    kind: str, position: Position, config: RunConfig, dataset: Dataset, parts: RunParts, progress: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The JSON part of a file: which run the tensors belong to, and their position in it."""
-    return {
-        "kind": kind,
-        "position": list(position),
-        "grown": position.task - 1 if (position.stage, position.epoch) == (0, 0) else position.task,
-        "config": config.resolved(),
-        "class_order": parts.order,
-        "classes": list(parts.world.class_names),  # by label
-        "task_sizes": [task.n_new for task in parts.world.tasks],
-        "preprocessing": describe_preprocessing(parts),
-        "fingerprint": dataset.fingerprint,
-        "code": code_version(config.method),
-        "progress": dict(progress),
-        "engine": parts.engine,
-        "precision": parts.precision,
-    }
 
 
 # The header -------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from incvec.engine.device_errors import gpu_problem, translate_device_errors
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 from incvec.engine.loop import StageLoop
 from incvec.engine.optimizer import check_learning_rates
-from incvec.engine.record import Progress, accuracy_matrix, make_record
+from incvec.engine.record import Progress, make_record
 from incvec.engine.shared_bases import BaseFile, base_key
 from incvec.engine.stage import train_stage
 from incvec.engine.state import RunState
@@ -36,11 +36,6 @@ from incvec.engine.task import begin_task, end_task, evaluate_task
 from incvec.errors import Busy
 from incvec.nets import BACKBONES, finer_backbone
 from incvec.records import format_json, read_record
-
-
-def on_its_own() -> bool:
-    """The default of `Run.events(others_running)`: no other run shares the device."""
-    return False
 
 
 class Run:
@@ -104,13 +99,9 @@ class Run:
         """The loop of the stage in training, if any."""
         return None if self.state is None else self.state.loop
 
-    def matrix(self, classifier: str | None = None) -> list[list[float]]:
-        """Rows of the accuracy matrix so far, in percent."""
-        return accuracy_matrix(self.progress, self.parts, classifier)
-
     # The whole run --------------------------------------------------------------------------------------
 
-    def events(self, others_running: Callable[[], bool] = on_its_own) -> Generator[ev.Event, None, None]:
+    def events(self, others_running: Callable[[], bool] = lambda: False) -> Generator[ev.Event, None, None]:
         """Train, evaluate and save; yields events on the way. On a GPU, all work is queued on a stream of its own.
 
         `others_running` returns whether other runs hold device memory that they will release. If so, a step that cannot
