@@ -226,10 +226,16 @@ def test_run_without_memory_stops_and_resumes_when_others_have_ended(
     assert resumed == [(0, "task 2, stage 1, epoch 0", True)]
 
 
-def test_memory_of_a_run_that_stopped_is_released_before_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing refers to it any more when torch is asked to release its memory."""
+@pytest.mark.parametrize("error", [DeviceMemoryError("full"), RuntimeError("broken")])
+def test_memory_of_a_run_that_stopped_is_released_before_others_continue(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing refers to it any more, though its error is reported."""
     held: list[weakref.ref[torch.Tensor]] = []
     alive: list[bool] = []
+
+    def look() -> None:
+        alive.extend(weights() is not None for weights in held)
 
     class Scripted:
         def __init__(self, number: int) -> None:
@@ -237,16 +243,23 @@ def test_memory_of_a_run_that_stopped_is_released_before_others_continue(monkeyp
 
         def events(self, others_running: Callable[[], bool]) -> Iterator[ev.Event]:
             weights = torch.zeros(3)
-            for _ in range(3):
-                yield ev.Tick()
-                if self.number == 0 and others_running():
-                    held.append(weakref.ref(weights))
-                    raise DeviceMemoryError("full")
+            yield ev.Tick()
+            if self.number == 0 and others_running():
+                held.append(weakref.ref(weights))
+                try:
+                    raise error
+                except Exception as cause:
+                    raise type(error)("as the user sees it") from cause
+            look()
 
-    monkeypatch.setattr(scheduler, "release_memory", lambda: alive.append(held[0]() is not None))
+    monkeypatch.setattr(scheduler, "release_memory", look)
     runs: Any = [partial(Scripted, number) for number in range(2)]
-    assert not any(isinstance(event, Failed) for _, event in run_concurrently(runs, 2))
-    assert alive == [False]
+    events = list(run_concurrently(runs, 2))
+    assert [type(event) for _, event in events if isinstance(event, Failed)] == [Failed] * isinstance(
+        error, RuntimeError
+    )
+    assert alive
+    assert not any(alive)
 
 
 def test_runs_that_never_fit_fail_and_do_not_affect_others(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from incvec.engine import events as ev
@@ -26,12 +27,11 @@ class Requeued(ev.Event):
     reason: str
 
 
-def _advance(events: Iterator[ev.Event]) -> ev.Event | None:
-    """The next event; None at the end. An error is an event, too: a handler would keep its traceback alive."""
-    try:
-        return next(events, None)
-    except Exception as error:
-        return Failed(error)
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the variables that tracebacks refer to: the tensors of a run, which lives as long as its error otherwise."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def run_concurrently(
@@ -90,23 +90,26 @@ def run_concurrently(
                     unchecked.add(number)
                     continue  # all places are taken; it checks for its base when one is free
                 unchecked.discard(number)
-                event = _advance(events)
-                if event is None or isinstance(event, Failed):
+                try:
+                    event = next(events)
+                except StopIteration:
                     del active[number]
                     blocked.discard(number)
-                if event is None:
                     continue
-                if isinstance(event, Failed):
-                    if isinstance(event.error, DeviceMemoryError) and working():  # blocked runs will not release memory
+                except Exception as error:  # the other runs continue
+                    del active[number], events
+                    blocked.discard(number)
+                    _clear_frames(error)
+                    if isinstance(error, DeviceMemoryError) and working():  # blocked runs will not release memory
                         queue.append(number)
                         at_once = min(at_once, working())
-                        del event  # its traceback refers to the run's tensors
                         release_memory()
-                        event = ev.Notice(f"the device's memory is full: {at_once} at once from now on")
-                    elif isinstance(event.error, Busy) and not last_attempt:
+                        yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
+                    elif isinstance(error, Busy) and not last_attempt:
                         busy.append(number)
-                        event = ev.Notice("another process is working on it")
-                    yield number, event
+                        yield number, ev.Notice("another process is working on it")
+                    else:
+                        yield number, Failed(error)
                     continue
                 if isinstance(event, ev.Tick):
                     (blocked.add if event.blocked else blocked.discard)(number)
