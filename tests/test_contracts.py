@@ -42,7 +42,7 @@ def test_description_of_a_stage_does_not_depend_on_the_wording_of_its_reason() -
 
 def test_sources_are_added_but_the_training_images_stay() -> None:
     source = FeatureSource(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))
-    world = World(torch.device("cpu"), (Task(0, 0, 2, 1),), {"train": source}, torch.Generator(), (1, 8, 8))
+    world = World(torch.device("cpu"), (Task(0, 0, 2),), {"train": source}, torch.Generator(), (1, 8, 8))
     world.add_source("features", source)
     assert set(world.sources) == {"train", "features"}
     with pytest.raises(ValueError, match="cannot be replaced"):

@@ -21,7 +21,7 @@ from incvec.metrics import (
 
 def stream(*ends: int) -> list[Task]:
     """Tasks that end before these labels."""
-    return [Task(t, first, last, len(ends)) for t, (first, last) in enumerate(pairwise((0, *ends)))]
+    return [Task(t, first, last) for t, (first, last) in enumerate(pairwise((0, *ends)))]
 
 
 def test_metrics_of_three_equal_tasks() -> None:
@@ -175,7 +175,7 @@ def test_invalid_counts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3 rows.*2 tasks"):
         matrix_from_counts([[1], [1, 1], [1, 1, 1]], [2, 2, 2], tasks)
     with pytest.raises(ValueError, match="expected 2 as the first one"):
-        matrix_from_counts([[1, 1]], [2, 2, 2], [Task(0, 0, 2, 2), Task(1, 1, 3, 2)])
+        matrix_from_counts([[1, 1]], [2, 2, 2], [Task(0, 0, 2), Task(1, 1, 3)])
     with pytest.raises(ValueError, match="empty"):
         matrix_from_counts([], [2, 2, 2], tasks)
     with pytest.raises(ValueError, match=r"3 classes.*has 2"):

@@ -14,9 +14,7 @@ import json
 import os
 import re
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -158,13 +156,9 @@ class FileLock:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
     """Write one safetensors file; `meta` is any JSON mapping."""
     on_host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    _write_host_tensors(path, on_host, meta)
-
-
-def _write_host_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-    hashes = {name: _hash(tensor) for name, tensor in tensors.items()}
+    hashes = {name: _hash(tensor) for name, tensor in on_host.items()}
     text = json.dumps({"format": FORMAT, "hashes": hashes, **meta})
-    write_bytes(path, save(dict(tensors), metadata={"incvec": text, "hash": _hash_text(text)}))
+    write_bytes(path, save(on_host, metadata={"incvec": text, "hash": _hash_text(text)}))
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -239,75 +233,3 @@ def _hash(tensor: Tensor) -> str:
 
 def _hash_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-class Writer:
-    """Writes tensors of a CUDA device in a thread, so that the caller does not wait.
-
-    Copies to the host are queued on the current stream; the thread hashes and writes them when they have arrived. One
-    write at a time; its error is raised by `wait`.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self.finished = 0.0  # when the last write ended
-        self.took = 0.0  # its duration
-
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def submit(self, path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        self.wait()
-        began = time.monotonic()
-        receive = _copy_to_host(tensors)
-        frozen = json.loads(json.dumps(meta))
-
-        def work() -> None:
-            try:
-                _write_host_tensors(path, receive(), frozen)
-            except BaseException as error:
-                self._error = error
-            self.finished = time.monotonic()
-            self.took = self.finished - began
-
-        self._thread = threading.Thread(target=work, daemon=False)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises the error of a failed write."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-
-def _copy_to_host(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """Queue copies of all tensors, one transfer per dtype. The function returned waits for them."""
-    groups: dict[torch.dtype, list[str]] = {}
-    copies: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_cuda:
-            groups.setdefault(tensor.dtype, []).append(name)
-        else:
-            copies[name] = tensor.detach().clone().contiguous()
-    buffers: dict[torch.dtype, Tensor] = {}
-    for dtype, names in groups.items():
-        flat = torch.cat([tensors[name].detach().contiguous().reshape(-1) for name in names])
-        buffers[dtype] = torch.empty(flat.shape, dtype=dtype, pin_memory=True)
-        buffers[dtype].copy_(flat, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    shapes = {name: tensors[name].shape for names in groups.values() for name in names}
-
-    def receive() -> dict[str, Tensor]:
-        copied.synchronize()
-        for dtype, names in groups.items():
-            pieces = buffers[dtype].split([shapes[name].numel() for name in names])
-            for name, piece in zip(names, pieces, strict=True):
-                copies[name] = piece.clone().reshape(shapes[name])
-        return copies
-
-    return receive

@@ -39,7 +39,6 @@ class Task:
     index: int  # 0 is the base task
     first: int  # label of the task's first class
     last: int  # one more than the label of its last class
-    of: int  # number of tasks in the stream
 
     @property
     def n_old(self) -> int:

@@ -155,5 +155,5 @@ def test_parameters_added_later_are_merged_from_their_initial_value(
 def test_base_task_is_evaluated_without_a_merge(few: Dataset, tmp_path: Path) -> None:
     merged = run_on(few, tmp_path / "merged", "finetune", "magmax")
     plain = run_on(few, tmp_path / "plain", "finetune")
-    assert merged.matrix()[0] == plain.matrix()[0]
-    assert MagMax.deployed(merged.parts.addons[0], Task(0, 0, 2, 3)) is None  # type: ignore[arg-type]
+    assert merged.progress.correct["cnn"][0] == plain.progress.correct["cnn"][0]
+    assert MagMax.deployed(merged.parts.addons[0], Task(0, 0, 2)) is None  # type: ignore[arg-type]

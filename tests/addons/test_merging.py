@@ -28,6 +28,7 @@ from incvec.cli.sweep import plan
 from incvec.contracts import Batch, Stage, Task
 from incvec.data import Dataset
 from incvec.engine.build import check_names
+from incvec.engine.record import accuracy_matrix
 from incvec.errors import ConfigError
 from incvec.methods import find_method
 from incvec.methods.finetune import local_cross_entropy
@@ -202,4 +203,4 @@ def test_several_addons_together(addons: tuple[str, ...], few: Dataset, tmp_path
     run = run_on(few, tmp_path, "podnet", *addons)
     added = {"eopc": "eopc-path", "cofima": "cofima-fisher", "fisher-merge": "fisher-merge-fisher", "imm": "imm-fisher"}
     assert stage_names(run, 1) == ["main", "balance", *(added[addon] for addon in addons if addon in added)]
-    assert all(math.isfinite(value) for row in run.matrix() for value in row)
+    assert all(math.isfinite(value) for row in accuracy_matrix(run.progress, run.parts) for value in row)

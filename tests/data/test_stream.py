@@ -59,7 +59,6 @@ def test_the_papers_splits() -> None:
     five = split(100, 50, 5)
     assert [(t.first, t.last) for t in five] == [(0, 50), (50, 60), (60, 70), (70, 80), (80, 90), (90, 100)]
     assert [t.index for t in five] == [0, 1, 2, 3, 4, 5]
-    assert {t.of for t in five} == {6}
     assert [t.n_new for t in split(100, 50, 25)] == [50] + [2] * 25
     assert [t.n_new for t in split(10, 4, 3)] == [4, 2, 2, 2]
     assert [t.n_new for t in split(100, 0, 10)] == [10] * 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from incvec.addons.ivt import IVTAddOn
 from incvec.data import Dataset
 from incvec.engine import device_errors
 from incvec.engine import events as ev
+from incvec.engine.loop import StageLoop
 from incvec.engine.run import finish
+from incvec.nets import kernels
 from tests.addons.tools import watch
 from tests.conftest import make_run, quick, weights
 
@@ -125,3 +128,48 @@ def test_own_loss_has_a_captured_step_of_its_own(last_batch: str, few: Dataset, 
         if name.startswith("addon/ivt/cumulative/"):
             error = (tensor - seen["graph"][name]).norm() / tensor.norm().clamp_min(1e-30)
             assert error < 0.02, (name, error)
+
+
+@pytest.mark.parametrize("last_batch", ["drop", "keep"])
+def test_fisher_of_ewc_is_measured_in_a_captured_step(last_batch: str, few: Dataset, tmp_path: Path) -> None:
+    """Sums in `store` are written in place by the replays, and the warm-up steps leave no trace in them.
+
+    Close to the eager ones; the learning rate is small, as above.
+    """
+    seen = {}
+    for engine in ("graph", "eager"):
+        given = quick("ewc", ewc={"lr": 1e-4, "clip": None}, engine=engine, precision="fp32", last_batch=last_batch)
+        run = make_run(few, tmp_path / engine, {**given, "device": "cuda"})
+        stages = [event for event in run.events() if isinstance(event, ev.StageStarted)]
+        assert [stage.stage for stage in stages] == ["main", "fisher"] * 3
+        assert json.loads(run.record_path.read_text())["engine"]["notices"] == []
+        seen[engine] = [weights(run.snapshot_path(task)) for task in range(3)]
+    for one, other in zip(seen["eager"], seen["graph"], strict=True):
+        assert not {"store/squares", "store/terms"} & {*one, *other}
+        for name in ("store/fisher", "store/anchor"):
+            error = (one[name] - other[name]).norm() / one[name].norm()
+            assert error < 0.02, (name, error)
+
+
+def test_graph_of_other_epochs_is_captured_again_after_a_failure(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failed capture makes the generators unusable that the loop's other graph draws from."""
+
+    original = StageLoop._own_backward
+
+    def reading(self: StageLoop, terms: Mapping[str, torch.Tensor]) -> None:
+        bool(terms["ce"])
+        original(self, terms)
+
+    monkeypatch.setattr(StageLoop, "_own_backward", reading)
+    monkeypatch.setattr(kernels, "available", lambda: False)  # they would be disabled for the tests that follow
+    given = quick("lwf", "ivt", lwf={"epochs": 5}, ivt={"fisher_loss": "own", "interval": 2}, engine="graph")
+    run = make_run(few, tmp_path / "run", given)
+    captured: dict[int, set[bool]] = {}
+    for event in run.events():
+        if isinstance(event, ev.EpochEnded) and run.loop is not None:
+            captured.setdefault(event.task, set()).update(run.loop.replays)
+    notices = json.loads(run.record_path.read_text())["engine"]["notices"]
+    assert notices, "the step of the own loss could be captured"
+    assert captured == {0: {False}, 1: {False}, 2: {False}}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from incvec.atomic_files import read_tensors, write_tensors
 from incvec.data import Dataset
+from incvec.engine import checkpoint_writer
 from incvec.engine import events as ev
+from incvec.engine.checkpoint_writer import CheckpointWriter
 from incvec.engine.run import Run, finish
 from incvec.errors import CheckpointError, TrainingError
 from tests.conftest import always_saving_run, make_run, quick
@@ -66,6 +70,40 @@ def test_full_disk_during_a_run_leaves_the_checkpoint(
             finish(make_run(few, tmp_path / "run", given))
     assert run.checkpoint_path.read_bytes() == before
     assert finish(make_run(few, tmp_path / "run", given))["metrics"]["AA"] > 0
+
+
+def test_write_in_a_thread_has_the_values_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: training goes on while the file is written."""
+    weight, meta = torch.zeros(3), {"losses": [1]}
+    writer = CheckpointWriter(tmp_path / "checkpoint.safetensors", torch.device("cpu"), interval=0)
+    writer.in_thread = True
+    go = threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        go.wait(10)
+        write_tensors(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", slow)
+    writer.save({"weight": weight, "same": weight}, meta)
+    assert not writer.due()
+    weight += 1
+    meta["losses"].append(2)
+    go.set()
+    writer.wait()
+    assert writer.due()
+    tensors, saved = read_tensors(writer.path)
+    assert torch.equal(tensors["weight"], torch.zeros(3))
+    assert saved["losses"] == [1]
+
+
+def test_error_of_a_write_in_a_thread_is_raised_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    writer = CheckpointWriter(tmp_path / "file" / "checkpoint.safetensors", torch.device("cpu"))
+    writer.in_thread = True
+    writer.save({"weight": torch.zeros(3)}, {})
+    with pytest.raises(CheckpointError, match="could not write"):
+        writer.save({"weight": torch.zeros(3)}, {})
+    writer.wait()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ import torch
 from incvec.contracts import Batch, Terms
 from incvec.data import Dataset
 from incvec.engine import capture as capture_module
-from incvec.engine import device_errors
+from incvec.engine import device_errors, scheduler
 from incvec.engine import events as ev
 from incvec.engine import run as run_module
 from incvec.engine import stage as stage_module
 from incvec.engine.build import RunParts
+from incvec.engine.checkpoint_writer import CheckpointWriter
+from incvec.engine.loop import StageLoop
 from incvec.engine.run import Run, finish
 from incvec.engine.scheduler import Failed, run_concurrently
-from incvec.errors import ConfigError, DeviceMemoryError, TrainingError
+from incvec.errors import CheckpointError, ConfigError, DeviceMemoryError, TrainingError
 from incvec.methods.podnet import PODNet
 from incvec.nets import kernels
 from incvec.presets import resolve
@@ -113,6 +116,44 @@ def test_step_is_captured_if_it_cannot_be_compiled(
     assert tries == [True, False, False, False]  # not compiled again in each of three tasks
 
 
+@pytest.mark.usefixtures("graph_engine")
+def test_failed_write_is_not_taken_for_a_failed_capture(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint is written in a thread, and the next capture waits for it."""
+
+    errors = [CheckpointError("could not write checkpoint.safetensors: no space left on device")]
+
+    def wait(self: object) -> None:
+        while errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(CheckpointWriter, "wait", wait)
+    with pytest.raises(CheckpointError, match="no space left"):
+        finish(make_run(few, tmp_path / "run", quick("finetune")))
+
+
+@pytest.mark.usefixtures("graph_engine")
+def test_epochs_whose_graph_was_lost_are_captured_again(
+    few: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs with gradients of the own loss have a graph of their own. If its capture fails, the generators of the
+    other one are replaced, so that one is captured again; a failed one is attempted once per mode."""
+    tries: list[tuple[bool, bool]] = []
+
+    def capture(loop: StageLoop, live: Any, compiled: bool) -> None:
+        tries.append((loop.own, compiled))
+        if loop.own:
+            raise RuntimeError("not static")
+        loop.replays[loop.own] = loop.step
+
+    monkeypatch.setattr(capture_module, "capture_step", capture)
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    given = quick("lwf", "ivt", lwf={"epochs": 5}, ivt={"fisher_loss": "own", "interval": 2}, tasks=1)
+    finish(make_run(few, tmp_path / "run", given))
+    assert tries == [(False, True)] * 2 + [(True, True), (True, False), (False, True)]
+
+
 # Full memory ----------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +224,42 @@ def test_run_without_memory_stops_and_resumes_when_others_have_ended(
             resumed.append((number, event.resumed, 1 in done))
     assert done == {0, 1}
     assert resumed == [(0, "task 2, stage 1, epoch 0", True)]
+
+
+@pytest.mark.parametrize("error", [DeviceMemoryError("full"), RuntimeError("broken")])
+def test_memory_of_a_run_that_stopped_is_released_before_others_continue(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing refers to it any more, though its error is reported."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def look() -> None:
+        alive.extend(weights() is not None for weights in held)
+
+    class Scripted:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def events(self, others_running: Callable[[], bool]) -> Iterator[ev.Event]:
+            weights = torch.zeros(3)
+            yield ev.Tick()
+            if self.number == 0 and others_running():
+                held.append(weakref.ref(weights))
+                try:
+                    raise error
+                except Exception as cause:
+                    raise type(error)("as the user sees it") from cause
+            look()
+
+    monkeypatch.setattr(scheduler, "release_memory", look)
+    runs: Any = [partial(Scripted, number) for number in range(2)]
+    events = list(run_concurrently(runs, 2))
+    assert [type(event) for _, event in events if isinstance(event, Failed)] == [Failed] * isinstance(
+        error, RuntimeError
+    )
+    assert alive
+    assert not any(alive)
 
 
 def test_runs_that_never_fit_fail_and_do_not_affect_others(

@@ -99,7 +99,7 @@ def test_interrupted_run_resumes_to_the_same_bits(
 
 
 def test_streamed_and_resident_runs_end_with_the_same_bits(store: Path, tmp_path: Path) -> None:  # noqa: F811
-    """24 images at a batch of 10: the last four are in a buffer of their own."""
+    """24 images at a batch of 10: the last four take a part of the buffer."""
     given = quick("podnet", "ivt", podnet={"batch_size": 10}) | KEEP
     runs = {place: stored_run(store, tmp_path / place, place, given) for place in ("resident", "streamed")}
     records = [finish(one) for one in runs.values()]

@@ -102,7 +102,7 @@ def test_record_of_a_named_data_set_contains_its_class_list(tmp_path: Path) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", ["padded", "resized"])
+@pytest.mark.parametrize("shape", ["padded", "resized", "last batch"])
 def test_captured_streamed_run_trains_like_a_resident_one(store: Path, large: Path, tmp_path: Path, shape: str) -> None:
     """Up to rounding, since kernels sum in any order. A late or repeated batch would change all digits.
 
@@ -111,7 +111,9 @@ def test_captured_streamed_run_trains_like_a_resident_one(store: Path, large: Pa
     given = quick("podnet", "ivt", engine="graph", precision="fp32", podnet={"batch_size": 8, "memory": 2})
     if shape == "resized":
         given |= {"base_classes": 2, "tasks": 1, "image_size": 24}
-    runs = {c: run(store if shape == "padded" else large, tmp_path / c, c, given) for c in CHOICES}
+    elif shape == "last batch":
+        given |= {"last_batch": "keep", "podnet": {**given["podnet"], "batch_size": 10}}
+    runs = {c: run(large if shape == "resized" else store, tmp_path / c, c, given) for c in CHOICES}
     records = {name: finish(one) for name, one in runs.items()}
     assert all(record["engine"]["notices"] == [] for record in records.values())
     assert isinstance(runs["streamed"].parts.world.train, StreamedSource)

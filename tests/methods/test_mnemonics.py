@@ -208,7 +208,7 @@ def test_gradients_have_the_layout_of_the_exemplars(channels: int) -> None:
     """Fused optimizers require the same memory layout, but a network may use channels_last."""
     views = Views(0, False, 0.0, [0.5] * channels, [0.5] * channels)
     source = ImageSource(torch.zeros(4, channels, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1]), views)
-    task = Task(0, 0, 2, 1)
+    task = Task(0, 0, 2)
     world = World(torch.device("cpu"), (task,), {"train": source}, seeded(), (channels, 8, 8))
     method = Mnemonics(MnemonicsOptions.model_validate({"net": "tiny", "memory": 2}), world)
     method.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -226,7 +226,7 @@ def test_stored_images_of_another_size_are_refused() -> None:
     """When the method is built, before any training."""
     views = Views(0, False, 0.0, [0.5], [0.5])
     source = ImageSource(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 0, 1, 1]), views)
-    world = World(torch.device("cpu"), (Task(0, 0, 2, 1),), {"train": source}, seeded(), (1, 6, 6))
+    world = World(torch.device("cpu"), (Task(0, 0, 2),), {"train": source}, seeded(), (1, 6, 6))
     with pytest.raises(ConfigError, match=r"input shape \[1, 6, 6\].* \[1, 8, 8\].*image_size=8"):
         Mnemonics(MnemonicsOptions.model_validate({"net": "tiny"}), world)
 

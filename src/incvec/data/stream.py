@@ -92,8 +92,7 @@ def make_tasks(n_classes: int, sizes: Sequence[int]) -> tuple[Task, ...]:
         )
     lasts = np.cumsum(sizes).tolist()
     return tuple(
-        Task(index=i, first=last - size, last=last, of=len(sizes))
-        for i, (size, last) in enumerate(zip(sizes, lasts, strict=True))
+        Task(index=i, first=last - size, last=last) for i, (size, last) in enumerate(zip(sizes, lasts, strict=True))
     )
 
 

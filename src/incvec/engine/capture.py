@@ -107,28 +107,28 @@ def _capture(loop: StageLoop, live: Mapping[str, Tensor], step: Callable[[], Non
 def capture_with_fallback(
     loop: StageLoop,
     live: Mapping[str, Tensor],
-    failed: set[tuple[str, str]],
+    failed: set[tuple[str, bool, str]],
     wait_for_writes: Callable[[], None],
     others_running: Callable[[], bool],
 ) -> list[str]:
     """Capture the loop's step in the fastest mode that works. Returns a notice for each mode that failed.
 
-    `live` are the tensors that warm-up steps must not change. `failed` collects (stage name, mode) pairs that later
-    tasks need not attempt again. `wait_for_writes` waits for the checkpoint writer: its thread frees device buffers,
-    which is not allowed during a capture.
+    `live` are the tensors that warm-up steps must not change. `failed` collects what later tasks need not attempt:
+    stage name, `loop.own` and mode. `wait_for_writes` waits for the checkpoint writer and raises the error of a failed
+    write. Its thread frees pinned buffers, which records an event on the run's stream: not allowed during a capture.
 
     A mode that fails with our Triton kernels is attempted without them first. If memory is full, it is attempted again
     after releasing the warm-up's memory. If memory is still full, the error is raised if other runs will release theirs
     (`others_running`); a run on its own continues eagerly.
     """
-    modes = [mode for mode in MODES if (loop.stage.name, mode) not in failed]
+    modes = [mode for mode in MODES if (loop.stage.name, loop.own, mode) not in failed]
     notices: list[str] = []
     released = False
+    wait_for_writes()
     release_idle_memory(loop.world.device)
     while modes:
         mode, problem, full = modes[0], "", False
         try:
-            wait_for_writes()
             capture_step(loop, live, compiled=mode == MODES[0])
         except Exception as error:  # whatever a compiler or driver raises, a slower mode may work
             full = is_out_of_memory(error)
@@ -149,13 +149,17 @@ def capture_with_fallback(
             kernels.enable(False)  # for every run of this process
             mode += " with our own kernels"
         else:
-            failed.add((loop.stage.name, modes.pop(0)))
+            failed.add((loop.stage.name, loop.own, modes.pop(0)))
         notices.append(f"stage {loop.stage.name!r} could not be {mode}: {problem or 'not on every rank'}"[:500])
     return notices
 
 
 def discard_capture(loop: StageLoop) -> None:
-    """Remove what a failed capture leaves behind: gradients in its memory, and generators that it made unusable."""
+    """Remove what a failed capture leaves behind: gradients in its memory, and generators that it made unusable.
+
+    Earlier captures of the loop draw from the same generators, so they are repeated when an epoch needs them.
+    """
+    loop.attempted -= loop.replays.keys() - {loop.own}
     loop.replays.clear()
     loop.last_replays.clear()
     loop.world.generator = torch.Generator(loop.world.device)

@@ -1,4 +1,4 @@
-"""Checkpoints: what a saved file contains, how a run is restored from it, and when the next one is written.
+"""Checkpoints: what a saved file contains, and how a run is restored from it.
 
 A checkpoint, a shared base and a snapshot have the same format: flat tensors with namespaced names (`method/`,
 `store/`, `addon/NAME/`, `fisher/`, `loop/`), and JSON with the position in the run at which they were saved. To restore
@@ -8,7 +8,6 @@ one, the structure is grown task by task as the run grew it, then the values are
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +17,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
-from incvec.atomic_files import START_AGAIN, Writer, check_fits, read_tensors, write_tensors
+from incvec.atomic_files import START_AGAIN, check_fits, read_tensors
 from incvec.config import RunConfig, differences, first_problem
 from incvec.data import Dataset
 from incvec.data.stream import split
-from incvec.engine import events as ev
-from incvec.engine.build import RunParts, describe_preprocessing, grow
+from incvec.engine.build import RunParts, grow
 from incvec.engine.code_version import code_version
 from incvec.engine.device_errors import is_out_of_memory
 from incvec.engine.loop import StageLoop
 from incvec.engine.record import Progress
 from incvec.errors import CheckpointError, shorten
 from incvec.presets import complete_settings
-
-SAVE_INTERVAL = 20  # in durations of the last write: at most 5 % of the time is spent on saving
 
 REMOVE_BASE = "Remove it: the next run trains the base task again."
 
@@ -87,27 +83,6 @@ def trained_tensors(snapshot: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain = {name: tensor for name, tensor in snapshot.items() if not name.startswith("trained/")}
     trained = {name.removeprefix("trained/"): t for name, t in snapshot.items() if name.startswith("trained/")}
     return plain | {f"method/model.{name}": tensor for name, tensor in trained.items()}
-
-
-def describe(
-    kind: str, position: Position, config: RunConfig, dataset: Dataset, parts: RunParts, progress: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The JSON part of a file: which run the tensors belong to, and their position in it."""
-    return {
-        "kind": kind,
-        "position": list(position),
-        "grown": position.task - 1 if (position.stage, position.epoch) == (0, 0) else position.task,
-        "config": config.resolved(),
-        "class_order": parts.order,
-        "classes": list(parts.world.class_names),  # by label
-        "task_sizes": [task.n_new for task in parts.world.tasks],
-        "preprocessing": describe_preprocessing(parts),
-        "fingerprint": dataset.fingerprint,
-        "code": code_version(config.method),
-        "progress": dict(progress),
-        "engine": parts.engine,
-        "precision": parts.precision,
-    }
 
 
 # The header -------------------------------------------------------------------------------------------------
@@ -352,43 +327,3 @@ def is_own_base(config: RunConfig, parts: RunParts, meta: Mapping[str, Any]) -> 
     same_numerics = (meta["engine"], meta.get("precision", parts.precision)) == (parts.engine, parts.precision)
     # With an add-on, the end of the base task may have changed the weights.
     return meta["grown"] == 0 and not other["addons"] and same_config and same_numerics
-
-
-# Writing ----------------------------------------------------------------------------------------------------
-
-
-class CheckpointWriter:
-    """Writes a run's checkpoints: on a GPU in a thread, on a CPU at once.
-
-    `interval` is the time in seconds from one checkpoint to the next, at least. None: `SAVE_INTERVAL` times the
-    duration of the last write.
-    """
-
-    def __init__(self, path: Path, device: torch.device, interval: float | None = None) -> None:
-        self.path, self.interval = path, interval
-        self.in_thread = device.type == "cuda"
-        self.writer = Writer()
-        self._last = (0.0, 0.0)  # when the last write ended, and its duration
-
-    def due(self) -> bool:
-        if self.in_thread:
-            if self.writer.busy():
-                return False
-            self._last = self.writer.finished, self.writer.took
-        ended, duration = self._last
-        interval = SAVE_INTERVAL * duration if self.interval is None else self.interval
-        return time.monotonic() - ended >= interval
-
-    def save(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> ev.Saved:
-        began = time.monotonic()
-        if self.in_thread:
-            self.writer.submit(self.path, tensors, meta)
-        else:
-            write_tensors(self.path, tensors, meta)
-        ended = time.monotonic()
-        self._last = (ended, ended - began)
-        return ev.Saved(str(self.path), ended - began)
-
-    def wait(self) -> None:
-        """Wait until nothing is being written. Raises the error of a failed write."""
-        self.writer.wait()

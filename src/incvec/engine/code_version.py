@@ -50,9 +50,9 @@ OTHER_FILES = (
     "data/options.py",
     "data/packed.py",
     "data/store/__init__.py", "data/store/mapped.py", "data/store/open.py",
-    "engine/__init__.py", "engine/checkpoint.py", "engine/code_version.py", "engine/device_errors.py",
-    "engine/estimate.py", "engine/evaluate.py", "engine/events.py", "engine/loss_history.py", "engine/record.py",
-    "engine/run.py", "engine/shared_bases.py", "engine/threads.py",
+    "engine/__init__.py", "engine/checkpoint.py", "engine/checkpoint_writer.py", "engine/code_version.py",
+    "engine/device_errors.py", "engine/estimate.py", "engine/evaluate.py", "engine/events.py",
+    "engine/loss_history.py", "engine/record.py", "engine/run.py", "engine/shared_bases.py", "engine/threads.py",
 )  # fmt: skip
 
 

@@ -22,24 +22,20 @@ from incvec.data import Dataset
 from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
 from incvec.engine.build import RunParts, build, pick_device
-from incvec.engine.checkpoint import CheckpointWriter, Position
+from incvec.engine.checkpoint import Position
+from incvec.engine.checkpoint_writer import CheckpointWriter
 from incvec.engine.device_errors import gpu_problem, translate_device_errors
 from incvec.engine.distributed import SINGLE_PROCESS, Distributed
 from incvec.engine.loop import StageLoop
 from incvec.engine.optimizer import check_learning_rates
-from incvec.engine.record import Progress, accuracy_matrix, make_record
+from incvec.engine.record import Progress, make_record
 from incvec.engine.shared_bases import BaseFile, base_key
 from incvec.engine.stage import train_stage
 from incvec.engine.state import RunState
 from incvec.engine.task import begin_task, end_task, evaluate_task
-from incvec.errors import Busy, CheckpointError
+from incvec.errors import Busy
 from incvec.nets import BACKBONES, finer_backbone
 from incvec.records import format_json, read_record
-
-
-def on_its_own() -> bool:
-    """The default of `Run.events(others_running)`: no other run shares the device."""
-    return False
 
 
 class Run:
@@ -103,13 +99,9 @@ class Run:
         """The loop of the stage in training, if any."""
         return None if self.state is None else self.state.loop
 
-    def matrix(self, classifier: str | None = None) -> list[list[float]]:
-        """Rows of the accuracy matrix so far, in percent."""
-        return accuracy_matrix(self.progress, self.parts, classifier)
-
     # The whole run --------------------------------------------------------------------------------------
 
-    def events(self, others_running: Callable[[], bool] = on_its_own) -> Generator[ev.Event, None, None]:
+    def events(self, others_running: Callable[[], bool] = lambda: False) -> Generator[ev.Event, None, None]:
         """Train, evaluate and save; yields events on the way. On a GPU, all work is queued on a stream of its own.
 
         `others_running` returns whether other runs hold device memory that they will release. If so, a step that cannot
@@ -174,7 +166,7 @@ class Run:
         finally:
             if self.state is not None:
                 self.state.drop_loop()
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(Exception):  # the run has ended, or fails for a reason of its own
                 self._saver.wait()
             self._release_base()
             self._lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,13 @@ class Requeued(ev.Event):
     """A run was interrupted and will continue from its last checkpoint, in another process."""
 
     reason: str
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drop the variables that tracebacks refer to: the tensors of a run, which lives as long as its error otherwise."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def run_concurrently(
@@ -91,10 +99,10 @@ def run_concurrently(
                 except Exception as error:  # the other runs continue
                     del active[number], events
                     blocked.discard(number)
+                    _clear_frames(error)
                     if isinstance(error, DeviceMemoryError) and working():  # blocked runs will not release memory
                         queue.append(number)
                         at_once = min(at_once, working())
-                        del error
                         release_memory()
                         yield number, ev.Notice(f"the device's memory is full: {at_once} at once from now on")
                     elif isinstance(error, Busy) and not last_attempt:

@@ -13,8 +13,10 @@ from incvec.contracts import AddOn, Stage, Task, no_probe
 from incvec.data import Dataset
 from incvec.engine import checkpoint as checkpoints
 from incvec.engine import events as ev
-from incvec.engine.build import RunParts
-from incvec.engine.checkpoint import CheckpointWriter, Position
+from incvec.engine.build import RunParts, describe_preprocessing
+from incvec.engine.checkpoint import Position
+from incvec.engine.checkpoint_writer import CheckpointWriter
+from incvec.engine.code_version import code_version
 from incvec.engine.distributed import Distributed
 from incvec.engine.estimate import Estimate
 from incvec.engine.loop import StageLoop
@@ -34,7 +36,7 @@ class RunState:
         self.progress = Progress()
         self.loop: StageLoop | None = None  # of the stage in training
         self.estimate = Estimate(parts.tasks, parts.plan, len(parts.world.train.labels) / len(parts.order))
-        self.failed_captures: set[tuple[str, str]] = set()  # (stage name, mode), not attempted again
+        self.failed_captures: set[tuple[str, bool, str]] = set()  # see `capture_with_fallback`
         self.encoded_test_images: list[Tensor] = []  # of a method with a frozen encoder
         self._started = time.monotonic()
 
@@ -70,20 +72,36 @@ class RunState:
         return checkpoints.live_tensors(self.parts, self.loop, addons)
 
     def meta(self, kind: str, position: Position | None = None) -> dict[str, Any]:
-        progress = dict(vars(self.progress), seconds=self.seconds())
-        return checkpoints.describe(kind, position or self.position, self.config, self.dataset, self.parts, progress)
+        """The JSON part of a file: which run the tensors belong to, and their position in it."""
+        task, stage, epoch = position or self.position
+        config, parts = self.config, self.parts
+        return {
+            "kind": kind,
+            "position": [task, stage, epoch],
+            "grown": task - 1 if (stage, epoch) == (0, 0) else task,
+            "config": config.resolved(),
+            "class_order": parts.order,
+            "classes": list(parts.world.class_names),  # by label
+            "task_sizes": [task.n_new for task in parts.world.tasks],
+            "preprocessing": describe_preprocessing(parts),
+            "fingerprint": self.dataset.fingerprint,
+            "code": code_version(config.method),
+            "progress": dict(vars(self.progress), seconds=self.seconds()),
+            "engine": parts.engine,
+            "precision": parts.precision,
+        }
 
     def load(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], addons: bool = True) -> None:
         """Continue from a checkpoint, a shared base (`addons=False`) or a snapshot."""
         self.drop_loop()
-        self._check_position(Position(*meta["position"]))
-        check_counts(Progress(**meta["progress"]), self.parts, meta["position"][0])
+        position, progress = Position(*meta["position"]), Progress(**meta["progress"])
+        self._check_position(position)
+        check_counts(progress, self.parts, position.task)
         namespaces = checkpoints.restore(self.parts, tensors, meta, self.config.seed, addons)
         device = self.parts.world.device
         if "fisher" in namespaces:
             self.parts.world.base_fisher = {n: t.to(device, copy=True) for n, t in namespaces["fisher"].items()}
-        self.position = Position(*meta["position"])
-        self.progress = Progress(**meta["progress"])
+        self.position, self.progress = position, progress
         self._started = time.monotonic()
         if "loop" in namespaces:
             task = self.parts.tasks[self.position.task]

@@ -20,6 +20,7 @@ def begin_task(state: RunState, task: Task) -> None:
     grow(state.parts, task, state.config.seed)
     state.reseed(task.index, "begin_task")
     state.parts.method.begin_task(task)
+    state.synchronize()  # add-ons copy the weights
     for addon in state.listeners(task):
         state.reseed(task.index, "begin_task", addon.name)
         addon.begin_task(task)

@@ -97,6 +97,19 @@ def test_staged_reads_one_address(root: Path) -> None:
     assert streamed._buffer(4).data_ptr() == address
 
 
+def test_smaller_batches_take_no_further_memory(root: Path) -> None:
+    """The last batch of an epoch has another size in every task."""
+    resident, streamed = sources(root)
+    for size in (6, 5, 3, 1):
+        streamed.ahead(torch.arange(18).view(-1, 6), torch.arange(18, 18 + size))
+        for _ in range(4):
+            streamed.next()
+        rows = torch.arange(18, 18 + size)
+        assert_same(resident.fetch(rows, None, ("test",)), streamed.staged(rows, None, ("test",)))
+        assert streamed._buffer(size).data_ptr() == streamed._buffer(6).data_ptr()
+    assert len(streamed._buffers) == 1
+
+
 def feed_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "incvec-feed"}
 

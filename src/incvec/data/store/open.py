@@ -55,16 +55,32 @@ def checksum(content: bytes | memoryview, previous: str = "0") -> str:
     return f"{zlib.crc32(content, int(previous, 16)):08x}"
 
 
-class PartMetadata(BaseModel):
-    """One part in store.json; the fields of `StorePart`."""
+@dataclass(frozen=True)
+class StorePart:
+    """The training or the test images of a store."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # in store.json
 
-    shards: Annotated[tuple[tuple[FileName, Positive], ...], Field(min_length=1)]
-    chunk_rows: Positive
+    shards: Annotated[tuple[tuple[FileName, Positive], ...], Field(min_length=1)]  # file name and rows
+    chunk_rows: Positive  # rows per checksum; chunks do not cross shards
     checksums: tuple[str, ...]
     labels_hash: str
     files_hash: str
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.shards)
+
+    def chunks(self) -> list[tuple[str, int, int, int]]:
+        """Shard, first row in it, first row in the part, and number of rows, in the order of the checksums."""
+        chunks, start = [], 0
+        for name, rows in self.shards:
+            chunks += [
+                (name, first, start + first, min(self.chunk_rows, rows - first))
+                for first in range(0, rows, self.chunk_rows)
+            ]
+            start += rows
+        return chunks
 
 
 class About(BaseModel):
@@ -88,7 +104,7 @@ class Metadata(BaseModel):
     side: Annotated[int, Field(ge=1, le=1 << 16)]
     classes: Annotated[tuple[str, ...], Field(min_length=1)]
     about: About
-    parts: dict[Literal["train", "test"], PartMetadata]
+    parts: dict[Literal["train", "test"], StorePart]
     fingerprint: str
 
     @model_validator(mode="after")
@@ -130,32 +146,6 @@ def find_intact(ranges: Sequence[ByteRange], progress: Progress | None) -> list[
             if progress is not None:
                 progress(done, total)
     return intact
-
-
-@dataclass(frozen=True)
-class StorePart:
-    """The training or the test images of a store."""
-
-    shards: tuple[tuple[str, int], ...]  # file name and rows
-    chunk_rows: int  # rows per checksum; chunks do not cross shards
-    checksums: tuple[str, ...]
-    labels_hash: str
-    files_hash: str
-
-    @property
-    def rows(self) -> int:
-        return sum(rows for _, rows in self.shards)
-
-    def chunks(self) -> list[tuple[str, int, int, int]]:
-        """Shard, first row in it, first row in the part, and number of rows, in the order of the checksums."""
-        chunks, start = [], 0
-        for name, rows in self.shards:
-            chunks += [
-                (name, first, start + first, min(self.chunk_rows, rows - first))
-                for first in range(0, rows, self.chunk_rows)
-            ]
-            start += rows
-        return chunks
 
 
 @dataclass(frozen=True)
@@ -256,7 +246,7 @@ def _read_metadata(path: Path) -> Store:
                 f"{FORMAT}). {PACK_AGAIN}"
             )
         valid = Metadata.model_validate_json(json.dumps(metadata))
-        parts: dict[str, StorePart] = {name: StorePart(**dict(part)) for name, part in valid.parts.items()}
+        parts: dict[str, StorePart] = dict(valid.parts.items())
         if any(len(part.checksums) != len(part.chunks()) for part in parts.values()):
             raise ValueError("it does not have one checksum per chunk")
         return Store(path, valid.side, valid.classes, metadata["about"], parts, valid.fingerprint)

@@ -51,18 +51,20 @@ class Slot:
     """One batch in flight: a pinned buffer, its copy on the device, and the events that order the two."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> None:
-        cuda = stream is not None
-        self.host = torch.empty(shape, dtype=torch.uint8, pin_memory=cuda)
+        self.count = 0  # rows in use
+        self.host = torch.empty(shape, dtype=torch.uint8, pin_memory=stream is not None)
         self.array = self.host.numpy()
-        self.device = torch.empty(shape, dtype=torch.uint8, device=device) if cuda else self.host
+        self.device = self.host
+        self.arrived: torch.cuda.Event | None = None
+        self.taken: torch.cuda.Event | None = None
         if stream is not None:
-            # Two streams use this memory: it must not be reused before both are done.
+            self.device = torch.empty(shape, dtype=torch.uint8, device=device)
+            # Two streams use this memory: it must not be reused before both are done, nor filled before work that is
+            # queued on the current one has ended, which may still use it.
             self.device.record_stream(stream)
-        self.arrived = (
-            torch.cuda.Event(blocking=True) if cuda else None
-        )  # waits without spinning: readers need the cores
-        self.taken = torch.cuda.Event() if cuda else None
-        self.count = shape[0]  # rows in use
+            self.arrived = torch.cuda.Event(blocking=True)  # waits without spinning: readers need the cores
+            self.taken = torch.cuda.Event()
+            self.taken.record(torch.cuda.current_stream(device))
 
     def send(self, stream: torch.cuda.Stream | None) -> None:
         """Queue the copy to the device, after the previous one was taken."""
@@ -70,7 +72,7 @@ class Slot:
             return
         with torch.cuda.stream(stream):
             stream.wait_event(self.taken)
-            self.device.copy_(self.host, non_blocking=True)
+            self.device[: self.count].copy_(self.host[: self.count], non_blocking=True)
             self.arrived.record(stream)
 
     def take(self, into: Tensor) -> None:
@@ -181,8 +183,8 @@ class StreamedSource(ImageSource):
         self.channels_last = self.views.channels_last = channels_last
         self.depth = depth
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._slots: dict[int, list[Slot]] = {}
-        self._buffers: dict[int, Tensor] = {}  # by batch size; a captured step keeps reading the same one
+        self._slots: list[Slot] = []
+        self._buffers: list[Tensor] = []  # each larger than those before it
         self._feed: Feed | None = None
         self._end: weakref.finalize[[], StreamedSource] | None = None
 
@@ -208,11 +210,9 @@ class StreamedSource(ImageSource):
         batch = rows.shape[1]
         if last is not None and len(last):
             order.append(last.cpu().numpy())
-        shape = (batch, *self.row)
-        if batch not in self._slots:
-            self._slots[batch] = [Slot(shape, self.device, self.stream) for _ in range(self.depth)]
-        self._buffer(batch)
-        self._feed = Feed(self.reader, order, self._slots[batch], self.stream)
+        if not self._slots or len(self._slots[0].host) < batch:
+            self._slots = [Slot((batch, *self.row), self.device, self.stream) for _ in range(self.depth)]
+        self._feed = Feed(self.reader, order, self._slots, self.stream)
         self._end = weakref.finalize(self, self._feed.cancel)  # when the source is dropped
         self._feed.start()
 
@@ -230,9 +230,13 @@ class StreamedSource(ImageSource):
         return self.make_batch(self._buffer(len(indices)), indices, generator, views)
 
     def _buffer(self, batch: int) -> Tensor:
-        if batch not in self._buffers:
-            self._buffers[batch] = torch.zeros(batch, *self.row, dtype=torch.uint8, device=self.device)
-        return self._buffers[batch]
+        """Where steps of this batch size read images: always the same memory, since a captured step keeps its address.
+
+        Smaller batches use a part of a buffer that exists: the last batch has another size in every task.
+        """
+        if not self._buffers or len(self._buffers[-1]) < batch:
+            self._buffers.append(torch.zeros(batch, *self.row, dtype=torch.uint8, device=self.device))
+        return next(buffer for buffer in self._buffers if len(buffer) >= batch)[:batch]
 
     def close(self) -> None:
         """Stop reading ahead."""
