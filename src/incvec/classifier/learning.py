@@ -55,6 +55,11 @@ class Learning:
                 "made from a snapshot. It predicts and is exported, but cannot learn more."
             )
         photos = list_photos(root, at_least=1 if known else 2)
+        if self.folder.path.resolve().is_relative_to(photos.root.resolve()):
+            raise ConfigError(
+                f"the model folder {self.folder.path} is within the folder of the photos, where it could be taken for "
+                "a class: choose another."
+            )
         check_new(photos, known, more)
         again = [name for name in photos.classes if name in known]
         if again and not hasattr(self.kind, "update"):
