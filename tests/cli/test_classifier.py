@@ -145,7 +145,7 @@ def test_export_is_beside_the_model(story: tuple[Path, dict[str, Result]]) -> No
         (["evaluate", "m", "later"], "were not learned"),
         (["evaluate", "m", "test", "--out", "c.xyz"], "c.xyz has no ending of a picture: expected one of .png"),
         (["export", "m", "--out", "first"], "first is a folder: expected the name of a file"),
-        (["export", "m", "--to", "torch", "--out", "m.onnx"], "has the ending of the format 'onnx', but 'torch'"),
+        (["export", "m", "--to", "torch", "--out", "m.onnx"], "has the ending of the format onnx, but torch was given"),
         (["export", "m", "--out", "m.xyz"], "m.xyz has no known ending; expected one of .onnx"),
         (["export", "task-00.safetensors", "--to", "onnx"], "--to: a snapshot becomes a model folder"),
         (["info", "nowhere"], "is not a model folder"),

@@ -308,7 +308,7 @@ class Classifier:
         if kind is None:
             raise ConfigError(f"{target} has no known ending; expected one of {', '.join(kinds)}, or give the format.")
         if by_ending not in (None, kind):
-            raise ConfigError(f"{target} has the ending of the format {by_ending!r}, but {kind!r} was given.")
+            raise ConfigError(f"{target} has the ending of the format {by_ending}, but {kind} was given.")
         squares = self.remembered(100)
         pixels = example(self.description) if not len(squares) else to_pixels(squares, self.description.preprocessing)
         export_network(self.network, self.description, kind, target, pixels)
