@@ -78,12 +78,22 @@ def test_idle_addon_is_a_warning(tmp_path: Path) -> None:
         ({"method": "podnet", "settings": {"podnet.epocs": 3}}, "unknown setting podnet.epocs"),
         ({"method": "podnet", "settings": {"podnet.epochs": "3"}}, "podnet.epochs = '3' is not possible"),
         ({"method": "podnet", "settings": {"seed.a": 1}, "seed": 3}, "seed is a single value"),
+        ({"method": "podnet", "addons": "itv"}, "unknown add-on 'itv'. Did you mean 'ivt'?"),
+        ({"method": "podnet", "addons": 5}, "addons = 5 is not possible: expected a list of names"),
+        ({"method": "podnet", "log": "xls"}, "log 'xls' is not possible: expected tensorboard, csv, wandb"),
     ],
 )
 def test_wrong_arguments_are_refused(given: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         incvec.run(**given, out=tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("at_once", [0, -1])
+def test_sweep_needs_a_positive_number_of_concurrent_runs(at_once: int, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"at_once is {at_once}: expected 1 or more"):
+        incvec.sweep([{"method": "podnet"}], at_once=at_once, out=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_sweep_returns_records_and_a_frame(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_yaml_has_the_numbers_of_json(text: str, value: Any) -> None:
     [
         "!!int x", "!!float x", "!!bool x", "!!timestamp x", "!!binary x", "!!python/object/apply:os.system [ls]",
         "!x y", "9" * 5000, "[" * 3000, "{a: " * 1000, "[" * 60 + "]" * 60, "&a [*a]", "[", "*a", "{[a]: 1}", "a: b: c",
+        "{a: 1, a: 1}", "{a: {b: 1, b: 2}}",
     ],
 )  # fmt: skip
 def test_yaml_that_cannot_be_a_setting_is_refused_with_its_place(text: str) -> None:

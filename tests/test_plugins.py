@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from incvec.engine.run import finish
 from incvec.errors import ConfigError
 from incvec.methods import METHODS, find_method
 from incvec.methods.finetune import Finetune
+from incvec.methods.lwf import LwF
 from incvec.presets import resolve
 from incvec.registry import DATASETS, PRESETS, Registry, load_plugin, register_addon, register_dataset, register_method
 from tests.conftest import make_run, preset, quick
@@ -245,3 +247,14 @@ def test_plugin_files_that_cannot_be_loaded(name: str, content: str | None, expe
         file.write_text(content)
     with pytest.raises(ConfigError, match=expected):
         load_plugin(file)
+
+
+class Variation(LwF):
+    name = "variation"
+
+
+def test_variation_starts_with_the_preset_of_a_packaged_method() -> None:
+    register_method(Variation, preset=str(files("incvec.presets") / "lwf.yaml"))
+    options = [resolve({"method": name, "dataset": "digits"}).sections[name] for name in ("variation", "lwf")]
+    assert options[0] == options[1]
+    assert options[0]["net"] == "small"

@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from incvec.errors import TrainingError, check_out
+from incvec.errors import ConfigError, TrainingError, check_out
 from incvec.presets import run_name
 from incvec.presets.given import Given
 from incvec.presets.streams import resolve_seeds
@@ -64,7 +64,7 @@ def run(
         The record: a mapping with `metrics`, `accuracy`, `config` and more, also written to `out/record.json`.
     """
     given = Given()
-    given.update({"method": method, "addons": list(addons), "dataset": dataset}, "argument")
+    given.update({"method": method, "addons": addons, "dataset": dataset}, "argument")
     given.update(fields, "argument")
     given.update(settings or {}, "settings")
     root = None if data_root is None else Path(data_root).expanduser()
@@ -79,13 +79,15 @@ def run(
     from incvec.engine.launch import launch, read_finished
     from incvec.engine.run import drain
 
+    logs = [log] if isinstance(log, str) else log
+    for name in logs:
+        if name not in list(Log):
+            raise ConfigError(f"log {name!r} is not possible: expected {', '.join(Log)}, or several of them.")
     finished = read_finished(config, folder, root)
     if finished is not None:
         return finished
-    logs = [Log(name) for name in ([log] if isinstance(log, str) else log)]
-    record, _ = launch(
-        config, folder, bases, root, download, logged(follow if progress else drain, logs, folder, config)
-    )
+    consume = logged(follow if progress else drain, [Log(name) for name in logs], folder, config)
+    record, _ = launch(config, folder, bases, root, download, consume)
     return record
 
 

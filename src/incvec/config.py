@@ -214,7 +214,16 @@ def without_removed_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 class YamlLoader(yaml.SafeLoader):
     """YAML with the numbers of JSON. 1e-3 is a number, which YAML 1.1 reads as text; dates and numbers to the bases of
-    2, 8, 16 and 60 are text."""
+    2, 8, 16 and 60 are text. A key that occurs twice is an error: one of its values would be lost."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
 
 
 _NUMBERS = {

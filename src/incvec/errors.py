@@ -92,5 +92,7 @@ def nearest(name: object, choices: Iterable[str]) -> str:
     `name` may be a number or a date, if a file has one in place of a name.
     """
     by_lower = {choice.lower(): choice for choice in choices}
-    close = difflib.get_close_matches(str(name)[:100].lower(), by_lower, n=1)
+    text = str(name)[:100].lower()
+    longer = [choice for choice in by_lower if choice.startswith(text)] if len(text) > 2 else []
+    close = longer or difflib.get_close_matches(text, by_lower, n=1)
     return f" Did you mean '{by_lower[close[0]]}'?" if close else ""

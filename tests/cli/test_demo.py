@@ -92,7 +92,7 @@ def test_second_demo_trains_nothing(demo: Demo, monkeypatch: pytest.MonkeyPatch)
             same_record(a, b)
 
 
-@pytest.mark.parametrize("seeds", ["", "a", "1,,2", "-1", "1,1", "٣"])
+@pytest.mark.parametrize("seeds", ["", "a", "1,,2", "-1", "1,1", "٣", "0-9999999999999"])
 def test_seeds_are_checked(seeds: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["demo", "--seeds", seeds, "--out", str(tmp_path / "demo")])
     assert done.exit_code == 1

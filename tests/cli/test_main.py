@@ -86,6 +86,7 @@ def test_shell_completion(words: str, expected: set[str], absent: str) -> None:
         ([*PODNET, "--out", "file/run"], "a run"),
         (["sweep", "digits", "--dry-run", "--out", "file"], "a sweep"),
         (["demo", "--out", "file"], "the demo"),
+        ([*PODNET, "--bases", "file"], "a shared base task"),
     ],
 )
 def test_output_folder_must_not_be_a_file(
@@ -95,7 +96,8 @@ def test_output_folder_must_not_be_a_file(
     Path("file").write_text("")
     result = invoke(*command)
     assert result.exit_code == 1
-    assert f"file is a file; {what} needs a folder. Give another one with --out." in message(result)
+    option = "--bases" if "--bases" in command else "--out"
+    assert f"file is a file; {what} needs a folder. Give another one with {option}." in message(result)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -212,6 +214,12 @@ def test_internal_error_keeps_its_traceback_and_says_where_to_report_it(
     result = invoke(*PODNET, "--out", tmp_path / "run")
     assert isinstance(result.exception, KeyError)
     assert "please open an issue" in "".join(traceback.format_exception(result.exception))
+
+
+def test_misspelled_command_suggests_the_nearest() -> None:
+    result = invoke("sweeep", "digits")
+    assert result.exit_code == 2
+    assert "No such command 'sweeep'. Did you mean 'sweep'?" in result.output
 
 
 def test_usage_error_is_not_a_bug() -> None:

@@ -312,6 +312,8 @@ def test_a_folder_is_cut_into_a_stream_that_fits(tmp_path: Path, monkeypatch: py
         (["--method", "podnet", "--seed", "1", "--seeds", "1,2"], "--seed and --seeds exclude each other"),
         (["--config", "bad.yaml"], "bad.yaml is not valid YAML"),
         (["--config", "number.yaml"], "unknown setting podnet.5"),
+        (["--config", "twice.yaml"], "the key 'method' occurs twice"),
+        (["--config", "empty-section.yaml"], "unknown setting 'podnt'. Did you mean 'podnet'?"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -322,6 +324,8 @@ def test_invalid_settings_are_refused_with_one_message(
     Path("list.yaml").write_text("- podnet\n")
     Path("bad.yaml").write_text("method: [podnet\n")
     Path("number.yaml").write_text("method: podnet\npodnet: {5: 1}\n")
+    Path("twice.yaml").write_text("method: podnet\nmethod: pass\n")
+    Path("empty-section.yaml").write_text("method: podnet\npodnt: {}\n")
     result = invoke("run", *arguments)
     assert result.exit_code == 1, result.output
     assert expected in message(result)

@@ -115,6 +115,7 @@ def test_lists_are_varied_unless_the_setting_is_a_list(tmp_path: Path) -> None:
         ("{method: podnet, 5: 1}", "block 2.*5 is not a setting"),
         ("{method: podnet, podnet: {5: 1}}", "block 2.*podnet.5' is not a setting"),
         ("{method: podnet, podnet: {epocs: 1}}", "block 2.*unknown setting podnet.epocs. Did you mean 'epochs'"),
+        ("{method: podnet, podnt: {}}", "block 2.*unknown setting 'podnt'. Did you mean 'podnet'"),
         ("podnet", "block 2.*expected a mapping of settings, given was 'podnet'"),
     ],
 )

@@ -114,6 +114,8 @@ def test_nearest() -> None:
     assert nearest("PODnet", ["finetune", "podnet"]) == " Did you mean 'podnet'?"
     assert nearest("xyz", ["finetune", "podnet"]) == ""
     assert nearest("lucirr", ["LUCIR"]) == " Did you mean 'LUCIR'?"
+    assert nearest("resnet32", ["resnet18", "resnet32-lucir"]) == " Did you mean 'resnet32-lucir'?"
+    assert nearest("", ["lucir"]) == nearest("lu", ["lucir-and-more"]) == ""
     assert issubclass(DataError, IncvecError)
 
 

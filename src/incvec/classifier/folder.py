@@ -122,7 +122,7 @@ class ModelFolder:
     def read(self) -> Description:
         try:
             content = json.loads(self.description_path.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             hint = " An interrupted `learn` is there: give the same command again." if self.working.is_dir() else ""
             raise ConfigError(
                 f"{self.path} is not a model folder: it has no model.json. Make one with `incvec learn PHOTOS --out "

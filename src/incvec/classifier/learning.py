@@ -54,6 +54,11 @@ class Learning:
                 f"the method {self.kind.name!r} trains on remembered photos, and {self.folder.path} has none: it was "
                 "made from a snapshot. It predicts and is exported, but cannot learn more."
             )
+        if self.folder.path.resolve().is_relative_to(Path(root).expanduser().resolve()):
+            raise ConfigError(
+                f"the model folder {self.folder.path} is within the folder of the photos, where it could be taken for "
+                "a class: choose another."
+            )
         photos = list_photos(root, at_least=1 if known else 2)
         check_new(photos, known, more)
         again = [name for name in photos.classes if name in known]

@@ -20,7 +20,7 @@ from incvec.classifier.network import BATCH, Network, build_network, in_batches,
 from incvec.classifier.photos import Progress, is_single, list_images, list_photos, load_squares, to_square
 from incvec.classifier.settings import CHECK, Settings, choose
 from incvec.engine.build import pick_device
-from incvec.errors import ConfigError, DataError, nearest
+from incvec.errors import ConfigError, DataError, check_out, nearest
 from incvec.nets import check_backbone
 from incvec.nets.pretrained import DEFAULT, is_external, load_weights
 
@@ -175,6 +175,7 @@ class Classifier:
                 f"{folder.path} has a classifier already. Add classes with --into {folder.path} "
                 "(Classifier.load(...).learn), or choose another folder."
             )
+        check_out(folder.path, "a classifier")
         created = not folder.path.exists() or temporary is not None
         with folder.lock:
             try:
@@ -299,13 +300,15 @@ class Classifier:
         remembered photos, or on noise if there are none.
         """
         target = Path(path).expanduser()
+        if target.is_dir():
+            raise ConfigError(f"{target} is a folder: expected the name of a file, such as {target / 'model.onnx'}.")
+        kinds = {suffix: name for name, suffix in SUFFIXES.items()}
+        by_ending = kinds.get(target.suffix)
+        kind = kind or by_ending
         if kind is None:
-            kinds = {suffix: name for name, suffix in SUFFIXES.items()}
-            if target.suffix not in kinds:
-                raise ConfigError(
-                    f"{target} has no known ending; expected one of {', '.join(kinds)}, or give the format."
-                )
-            kind = kinds[target.suffix]
+            raise ConfigError(f"{target} has no known ending; expected one of {', '.join(kinds)}, or give the format.")
+        if by_ending not in (None, kind):
+            raise ConfigError(f"{target} has the ending of the format {by_ending}, but {kind} was given.")
         squares = self.remembered(100)
         pixels = example(self.description) if not len(squares) else to_pixels(squares, self.description.preprocessing)
         export_network(self.network, self.description, kind, target, pixels)

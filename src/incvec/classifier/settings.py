@@ -9,10 +9,11 @@ from typing import Any
 from incvec.classifier.folder import Description, Preprocessing
 from incvec.classifier.network import stored_side
 from incvec.data.dataset import IMAGENET_NORMALIZATION
-from incvec.errors import ConfigError
+from incvec.errors import ConfigError, shorten
 from incvec.methods import METHODS, find_method
 from incvec.nets.pretrained import expected_input, is_external
 from incvec.presets import resolve
+from incvec.presets.given import addon_names
 
 MEMORY = 20  # photos per class that methods which train on them remember
 CHECK = 5
@@ -84,8 +85,9 @@ def choose(
     pretrained: bool,
 ) -> Settings:
     """Settings from what a user gives. `memory` 0: no photo is kept; None: `MEMORY`, for methods that use them."""
-    if check < 0 or (memory is not None and memory < 0):
-        raise ConfigError(f"memory is {memory} and check {check}: expected 0 or more photos per class.")
+    for name, count in (("memory", memory), ("check", check)):
+        if count is not None and count < 0:
+            raise ConfigError(f"{name} is {count}: expected 0 or more photos per class.")
     if side is not None and side < MIN_SIDE:
         raise ConfigError(f"side is {side}: expected {MIN_SIDE} pixels or more, or none for that of the backbone.")
     if is_external(backbone):
@@ -98,7 +100,7 @@ def choose(
         backbone=backbone,
         preprocessing=Preprocessing(side=size, stored=stored_side(size), mean=mean, std=std),
         method=method,
-        addons=tuple(addons),
+        addons=addon_names(addons),
         sections=sections or {},
         memory=remembered if find_method(method).exemplars else 0,
         check=check,
@@ -122,6 +124,15 @@ def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
             f"the method {settings.method!r} trains on remembered photos, but memory is 0. Give memory, or a method "
             f"that needs none: {', '.join(without)}."
         )
+    used = (settings.method, *settings.addons)
+    for name, section in settings.sections.items():
+        if not isinstance(section, Mapping):
+            raise ConfigError(
+                f"setting {name} = {shorten(section)} is not possible: expected settings of {' or '.join(used)}, such "
+                f"as {settings.method}.KEY=VALUE."
+            )
+        if name not in used:
+            raise ConfigError(f"settings of {name!r} were given, but the classifier uses {' + '.join(used)}.")
     fields = kind.Options.model_fields  # type: ignore[attr-defined]
     start: dict[str, Any] = {"net": settings.backbone}
     if settings.pretrained:
@@ -136,8 +147,5 @@ def resolve_sections(settings: Settings) -> dict[str, dict[str, Any]]:
     for addon in settings.addons:
         defaults = FINE_TUNING_IVT if settings.pretrained and addon == "ivt" else {}
         given[addon] = defaults | dict(settings.sections.get(addon, {}))
-    for name in settings.sections:
-        if name not in given:
-            raise ConfigError(f"settings of {name!r} were given, but the classifier uses {settings.method!r}.")
     config = resolve(given)
     return {name: dict(section) for name, section in config.sections.items()}

@@ -314,7 +314,9 @@ def export(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Model folder, or a snapshot of a run.", show_default=False)
     ],
-    to: Annotated[Format, typer.Option(help="Format of the file.")] = Format.onnx,
+    to: Annotated[
+        Format | None, typer.Option(help="Format of the file.", show_default="by the ending of --out, or onnx")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write.", show_default="MODEL/export/NAME.SUFFIX")] = None,
 ) -> None:
     """Write the network to a file that other programs run: labels and preprocessing are inside.
@@ -324,6 +326,8 @@ def export(
     From a snapshot, RUN/snapshots/task-NN.safetensors, it makes a model folder instead: RUN/model-NN, or --out.
     """
     if model.suffix == ".safetensors":
+        if to is not None:
+            raise ConfigError("--to: a snapshot becomes a model folder. Leave it out, and export that folder then.")
         from incvec.classifier.snapshots import folder_from_snapshot
 
         folder = out or model.parent.parent / model.stem.replace("task", "model")
@@ -334,9 +338,9 @@ def export(
     from incvec.classifier.export import SUFFIXES
 
     classifier = Classifier.load(model, "cpu")
-    target = out or model / "export" / (model.resolve().name + SUFFIXES[to.value])
+    target = out or model / "export" / (model.resolve().name + SUFFIXES[to or Format.onnx])
     with steps():
-        classifier.export(target, to.value)
+        classifier.export(target, to)
     say(f"{target} ({target.stat().st_size / 1e6:.1f} MB)")
 
 

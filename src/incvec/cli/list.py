@@ -36,6 +36,7 @@ incvec list methods --json"""
 
 Entry = dict[str, str]
 Kind = StrEnum("Kind", ["methods", "addons", "datasets", "presets", "nets", "sweeps"])
+KIND_HELP = f"What to list: {', '.join(Kind)}."
 
 
 def register(app: typer.Typer) -> None:
@@ -48,10 +49,13 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def list_(
-    kind: Annotated[Kind | None, typer.Argument(help="What to list.", show_default="everything, briefly")] = None,
+    kind: Annotated[
+        Kind | None, typer.Argument(metavar="KIND", help=KIND_HELP, show_default="everything, briefly")
+    ] = None,
     name: Annotated[
         str | None,
         typer.Argument(
+            metavar="NAME",
             help="One of them: options with defaults, values of a preset, runs of a sweep.",
             show_default=False,
             autocompletion=complete_name,

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 import incvec
 from incvec.__main__ import EXIT_INTERRUPTED
 from incvec.cli.common import is_torchrun, say, say_error
-from incvec.errors import REPORT_AT, user_message
+from incvec.errors import REPORT_AT, nearest, user_message
 
 
 class Command(NamedTuple):
@@ -109,8 +109,8 @@ class Commands(TyperGroup):
         return TyperCommand(cmd_name, help=known.summary, rich_help_panel=known.panel)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args:
-            self.load(args[0])
+        if args and self.load(args[0]) is None and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}.{nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> Any:

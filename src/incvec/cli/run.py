@@ -62,7 +62,7 @@ SET_HELP = "One setting, such as ivt.interval=5 or method.momentum=0. Repeat for
 EPOCHS_HELP = "Epochs of an incremental task, and of the base task unless its own are set."
 BASES_HELP = "Folder in which runs share their trained base task."
 OUT_HELP = "Folder of the run: record, snapshots, checkpoint. With --seeds: the folder that contains one for each."
-LOG_HELP = "Write losses and accuracies to the run's folder while it trains. Repeat for several."
+LOG_HELP = "csv, tensorboard or wandb: log losses and accuracies while the run trains. Repeat for several."
 ENGINE_HELP = "eager, or graph: each training step compiled and captured as a CUDA graph."
 DRY_HELP = "Print all settings and where each comes from, without training."
 
@@ -100,7 +100,7 @@ def run(
     no_share: Annotated[
         bool, option("Output", "Train the base task in this run, without sharing it.", "--no-share")
     ] = False,
-    log: Annotated[list[Log] | None, option("Output", LOG_HELP)] = None,
+    log: Annotated[list[Log] | None, option("Output", LOG_HELP, metavar="FORMAT")] = None,
     dry_run: Annotated[bool, option("Output", DRY_HELP, "--dry-run")] = False,
     device: Annotated[str | None, option("Execution", "cpu, cuda or cuda:N.", default="auto")] = None,
     engine: Annotated[str | None, option("Execution", ENGINE_HELP, default="auto")] = None,
@@ -114,6 +114,8 @@ def run(
         raise ConfigError("--bases and --no-share exclude each other; give one of them.")
     if seeds is not None and seed is not None:
         raise ConfigError("--seed and --seeds exclude each other; give one of them.")
+    if bases is not None:
+        check_out(bases, "a shared base task", "--bases")
     load_plugins(plugin)
     given = Given()
     if config is not None:

@@ -31,6 +31,7 @@ incvec show runs --csv > runs.csv
 incvec show runs --json"""
 
 RUNS = Path("runs")
+SORT_HELP = "Order of the rows: name, AA, LA, FM, gain_LA, gap_closed or seconds; by a metric, the best comes first."
 
 
 class Order(StrEnum):
@@ -51,7 +52,7 @@ def show(
     record: Annotated[
         list[Path] | None, typer.Argument(help="Records, or folders that contain records.", show_default="runs")
     ] = None,
-    sort: Annotated[Order, typer.Option(help="Order of the rows; by a metric, the best comes first.")] = Order.run,
+    sort: Annotated[Order, typer.Option(metavar="COLUMN", help=SORT_HELP)] = Order.run,
     each: Annotated[bool, typer.Option("--each", help="One row per run, also if there are several seeds.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with unrounded numbers, one row per run.")] = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,12 +17,12 @@ from rich.text import Text
 from incvec.addons import ADDONS
 from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, option, say
 from incvec.cluster.job import is_address
-from incvec.config import RunConfig, assign
+from incvec.config import RunConfig
 from incvec.engine.sweep import Check, data_key, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
 from incvec.methods import METHODS
 from incvec.presets import changed_settings, check_names, resolve, run_name, sweeps
-from incvec.presets.given import parse_seeds
+from incvec.presets.given import Given, parse_seeds
 from incvec.presets.streams import complete_stream
 from incvec.study.runs import settings_text
 
@@ -282,6 +281,8 @@ def train_planned(
     def maker(folder: str, config: RunConfig) -> Callable[[], Run]:
         return lambda: Run(config, data[data_key(config)], out / folder, out / "bases")
 
+    if at_once is not None and at_once < 1:
+        raise ConfigError(f"at_once is {at_once}: expected 1 or more concurrent runs.")
     count = at_once or default_at_once(device, [config for _, config in planned])
     title = f"{title}: {len(planned)} runs, {count} at once on {device}"
     with ExitStack() as threads:
@@ -327,12 +328,13 @@ def plan(
             raise ConfigError(f"--set {setting}: no run of the sweep {name!r} has that method or add-on.")
     chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
     for location, given in runs:
-        tree: dict[str, Any] = copy.deepcopy(dict(given))
+        merged = Given()
+        merged.update(given, location)
         for setting in settings:
             if applies(setting, given):
-                is_option = setting.startswith("method.")
-                assign(tree, f"{given['method']}.{setting.removeprefix('method.')}" if is_option else setting)
+                merged.set_text(setting)
         try:
+            tree = merged.tree()
             if data_root is not None:
                 tree, _ = complete_stream(tree, data_root)
             configs = [resolve({**tree, **seed}) for seed in chosen]

@@ -31,6 +31,7 @@ from incvec.data.datasets import dataset_options, find_dataset
 from incvec.declarations import declared
 from incvec.errors import ConfigError, nearest, shorten
 from incvec.methods import METHODS, declared_method
+from incvec.presets.given import addon_names
 from incvec.presets.names import changes_text
 from incvec.registry import PRESETS
 
@@ -178,10 +179,8 @@ def resolve(given: Mapping[str, Any]) -> RunConfig:
     for key in ("method", "dataset", "variant"):
         if not isinstance(given.get(key, ""), str):
             raise ConfigError(f"setting {key} = {shorten(given[key])} is not possible: expected a name.")
-    addons = given.get("addons", ())
-    if not isinstance(addons, list | tuple) or not all(isinstance(name, str) for name in addons):
-        raise ConfigError(f"setting addons = {shorten(addons)} is not possible: expected a list of names.")
-    method, addons = given["method"], tuple(addons)
+    method = given["method"]
+    addons = given["addons"] = addon_names(given.get("addons", ()))
     kinds = {method: declared_method(method).Options} | {name: declared_addon(name).Options for name in addons}
     dataset = given.get("dataset", "digits")
     find_dataset(dataset)

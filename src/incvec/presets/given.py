@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from incvec.config import assign, read_yaml
-from incvec.errors import ConfigError
+from incvec.errors import ConfigError, shorten
+
+MAX_SEEDS = 1000
 
 
 class Given:
@@ -20,8 +22,8 @@ class Given:
         self.entries: list[tuple[str, Any, str]] = []  # path, value, origin
 
     def set(self, path: str, value: Any, origin: str) -> None:
-        """Set `key` or `section.key`; a mapping sets every key of a section."""
-        if isinstance(value, Mapping):
+        """Set `key` or `section.key`; a mapping sets every key of a section, an empty one names it only."""
+        if isinstance(value, Mapping) and value:
             for key, each in value.items():
                 self.set(f"{path}.{key}", each, origin)
         else:
@@ -48,7 +50,7 @@ class Given:
         ]
 
     def tree(self) -> dict[str, Any]:
-        """The settings as `presets.resolve` takes them. Add-ons may be given as one string, `ivt,eopc`."""
+        """The settings as `presets.resolve` takes them."""
         tree: dict[str, Any] = {}
         for path, value, _ in self.resolved_entries():
             *parents, key = path.split(".")
@@ -57,20 +59,24 @@ class Given:
                 branch = branch.setdefault(part, {})
                 if not isinstance(branch, dict):
                     raise ConfigError(f"{path} = {value!r}: {part} is a single value and has no settings of its own.")
-            branch[key] = value
-        if "addons" in tree:
-            tree["addons"] = addon_names(tree["addons"])
+            if isinstance(value, Mapping):
+                branch.setdefault(key, {})
+            else:
+                branch[key] = value
         return tree
 
     def origins(self) -> dict[str, str]:
         return {path: origin for path, _, origin in self.resolved_entries()}
 
 
-def addon_names(given: Any) -> list[str]:
+def addon_names(given: Any) -> tuple[str, ...]:
+    """The names of add-ons, which may be given as one string, `ivt,eopc`."""
     names = [name.strip() for name in given.split(",") if name.strip()] if isinstance(given, str) else given
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"addons = {given!r} is not possible: expected a list of names, such as [ivt].")
-    return list(names)
+        raise ConfigError(
+            f"setting addons = {shorten(given)} is not possible: expected a list of names, such as [ivt]."
+        )
+    return tuple(names)
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -89,9 +95,13 @@ def parse_seeds(text: str) -> list[int]:
         seeds: list[int] = []
         for part in text.split(",") if text.isascii() else ():
             first, dash, last = part.strip().partition("-")
-            seeds += range(int(first), int(last) + 1) if dash else [int(first)]
+            several = range(int(first), int(last if dash else first) + 1)
+            seeds += several[: MAX_SEEDS + 1]
     except ValueError:
         seeds = []
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise ConfigError(f"--seeds {text!r} is not possible: expected different whole numbers, such as 0,1,2 or 0-4.")
+    if not seeds or len(set(seeds)) != len(seeds) or len(seeds) > MAX_SEEDS:
+        raise ConfigError(
+            f"--seeds {shorten(text)} is not possible: expected different whole numbers, such as 0,1,2 or 0-4, at most "
+            f"{MAX_SEEDS}."
+        )
     return seeds
