@@ -66,6 +66,8 @@ def compact(record: Any) -> Row:
     environment = record["environment"]
     row["environment"] = {"commit": environment["commit"], "torch": environment["versions"]["torch"]}
     row["seconds"] = seconds(record)
+    if "last_batch" in config:  # not the default
+        row["last_batch"] = config["last_batch"]
     return row
 
 
@@ -80,7 +82,7 @@ def seconds(record: Any) -> dict[str, float]:
 
 
 def key(row: Row) -> str:
-    return json.dumps([row["addons"], row["oracle"], row["tasks"], row["config"]])
+    return json.dumps([row["addons"], row["oracle"], row["tasks"], row["config"], row.get("last_batch")])
 
 
 def collect(folder: str, target: str) -> None:
@@ -93,7 +95,7 @@ def collect(folder: str, target: str) -> None:
 
 
 def order(row: Row) -> tuple[int, int, bool, int, int]:
-    methods = ["podnet", "mrfa", "pass", "fcs"]
+    methods = ["podnet", "mrfa", "pass", "fcs", "icarl", "finetune"]
     return methods.index(row["method"]), row["tasks"], row["oracle"], len(row["addons"]), seed_of(row)
 
 
@@ -129,14 +131,12 @@ def settings(row: Row) -> str:
         "consolidate": {"tail": 0, "share": None, "distil_epochs": 0, "head_epochs": 0, "drift": "map"},
         "podnet": {"memory": 10, "lr": 0.1},
         "mrfa": {"memory": 10},
-        "pass": {},
-        "fcs": {},
     }
     sections = [(name, row["config"][name]) for name in (row["method"], *row["addons"])]
     return ", ".join(
         f"{key}={section[key]}"
         for name, section in sections
-        for key, usual in shown[name].items()
+        for key, usual in shown.get(name, {}).items()
         if key in section and section[key] != usual
     )
 
@@ -223,24 +223,73 @@ def two_classifiers_table(runs: Sequence[Row]) -> str:
     return markdown(["run", "settings", "trained classifier", "nearest mean", "reported"], lines)
 
 
+def differences(rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
+    """AA, LA and FM of the rows minus those of the others, paired by seed; and the seeds."""
+    reference = {seed_of(row): row for row in others}
+    paired = [(row, reference[seed_of(row)]) for row in rows if seed_of(row) in reference]
+    cells = [
+        signed([row["metrics"][metric] - other["metrics"][metric] for row, other in paired])
+        for metric in ("AA", "LA", "FM")
+    ]
+    return [", ".join(str(seed_of(row)) for row, _ in paired), *cells]
+
+
 def fisher_table(runs: Sequence[Row]) -> str:
-    """What IVT adds to each host with the Fisher of the whole loss and of the task's own, and their difference."""
-    by_kind: dict[tuple[str, str], dict[int, Row]] = {}
+    """What IVT adds to each host with F of the whole loss, of the task's own, with F = 1, and with F permuted."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
     for row in runs:
-        kind = row["config"]["ivt"]["fisher_loss"] if row["addons"] == ["ivt"] else "host"
-        if row["addons"] in ([], ["ivt"]) and not row["oracle"]:
-            by_kind.setdefault((row["method"], kind), {})[seed_of(row)] = row
+        if not row["oracle"] and "carry" not in row["addons"] and not variant_of(row):
+            kind = row["config"]["ivt"]["fisher_loss"] if row["addons"] == ["ivt"] else "".join(row["addons"])
+            kinds.setdefault((row["method"], kind), []).append(row)
+    names = {"whole": "whole loss", "own": "own loss", "ivt-uniform": "F = 1", "ivt-shuffled": "F permuted"}
     lines = []
-    for method in dict.fromkeys(method for method, _ in by_kind):
-        host, whole, own = (by_kind[method, kind] for kind in ("host", "whole", "own"))
-        for name, rows, others in (("whole", whole, host), ("own", own, host), ("own - whole", own, whole)):
-            seeds = sorted(rows.keys() & others.keys())
-            differences = (
-                signed([rows[seed]["metrics"][metric] - others[seed]["metrics"][metric] for seed in seeds])
-                for metric in ("AA", "LA", "FM")
-            )
-            lines.append([method, name, ", ".join(map(str, seeds)), *differences])
-    return markdown(["host", "Fisher of the loss", "seeds", "AA", "LA", "FM"], lines)
+    for method in dict.fromkeys(method for method, _ in kinds):
+        host = kinds[method, ""]
+        for kind, name in names.items():
+            if rows := kinds.get((method, kind)):
+                seeds, *gains = differences(rows, host)
+                against = [""] * 3 if kind == "whole" else differences(rows, kinds[method, "whole"])[1:]
+                lines.append([method, name, seeds, *gains, *against])
+    heads = ["host", "F", "seeds", "gain in AA", "in LA", "in FM"]
+    return markdown([*heads, "to the whole loss: AA", "LA", "FM"], lines)
+
+
+AUDITED: dict[str, dict[str, Any]] = {
+    "podnet": {"jitters": "one"},
+    "pass": {"draws": "batch"},
+    "fcs": {"mixups": 4},
+    "finetune": {"epochs": 30},
+    "icarl": {"loss": "softmax"},
+    "mrfa": {},
+}
+
+
+def variant_of(row: Row) -> str:
+    """The setting of a variant that follows published code, or ""."""
+    own = row["config"][row["method"]]
+    changed = [f"{key}={own[key]}" for key, usual in AUDITED[row["method"]].items() if own[key] != usual]
+    if "cofima" in row["addons"] and row["config"]["cofima"]["buffers"] != "average":
+        changed.append(f"cofima.buffers={row['config']['cofima']['buffers']}")
+    return ", ".join(changed + ["last_batch=keep"] * (row.get("last_batch") == "keep"))
+
+
+def audit_table(runs: Sequence[Row]) -> str:
+    """Variants that follow published code, against our settings."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in runs:
+        if not {"carry", "ivt-uniform", "ivt-shuffled"} & {*row["addons"]} and not row["oracle"]:
+            if row["config"].get("ivt", {}).get("fisher_loss") != "own":
+                groups.setdefault((name_of(row), variant_of(row)), []).append(row)
+    lines = []
+    for (name, variant), rows in groups.items():
+        if any(other == name and text for other, text in groups):
+            means = [f"{fmean(row['metrics'][metric] for row in rows):.2f}" for metric in ("AA", "LA", "FM")]
+            base = [f"{fmean(row['accuracy'][-1][0] for row in rows):.2f}"]
+            changes = differences(rows, groups[name, ""])[1:] if variant else [""] * 3
+            seeds = ", ".join(str(seed_of(row)) for row in rows)
+            lines.append([name, variant, seeds, *means, *base, *changes])
+    heads = ["run", "variant", "seeds", "AA", "LA", "FM", "base classes", "change in AA", "in LA", "in FM"]
+    return markdown(heads, lines)
 
 
 def cost_table(runs: Iterable[tuple[str, str, dict[str, float]]]) -> str:
