@@ -31,7 +31,7 @@ from incvec import IVT
 
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-ivt = IVT(model, interval=1)
+ivt = IVT(model, interval=1, last="teleport")
 for task in range(2):
     ivt.begin_task(optimizer=optimizer)
     optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -150,10 +151,32 @@ def test_a_model_that_is_not_called_itself_is_an_error_that_says_what_to_do() ->
     model, optimizer, ivt = start()
     ivt.abandon_task()
     ivt.begin_task(optimizer, epochs=1)
-    model.conv(batches(0)[0]).sum().backward()
-    with pytest.warns(UserWarning, match="call the model itself"):  # at the first step, long before a teleport
+    ivt.interval = 2
+    for epoch in range(2):
+        model.conv(batches(0)[0]).sum().backward()
         optimizer.step()
+        if epoch == 0:
+            with pytest.warns(UserWarning, match="call the model itself"):  # before the epoch of the teleport
+                ivt.end_epoch()
     with pytest.raises(RuntimeError, match=r"call the model itself.*IVT\(probe=\.\.\.\)"):
+        ivt.end_epoch()
+
+
+def test_a_model_that_is_called_in_a_closure_causes_no_warning() -> None:  # as Lightning does
+    model = Net()
+    ivt = IVT(model, interval=1, batchnorm="layer")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    ivt.begin_task(optimizer, epochs=1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(batches(0)[0]).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step(closure)
         ivt.end_epoch()
 
 
@@ -175,9 +198,9 @@ def test_statistics_without_inputs_to_recalibrate_them_are_noticed() -> None:
     ivt.begin_task(optimizer, epochs=1)
     before = model.norm.running_mean.clone()
     model.conv(batches(0)[0]).sum().backward()
+    optimizer.step()
     with pytest.warns(UserWarning, match="call the model itself"):
-        optimizer.step()
-    ivt.end_epoch()
+        ivt.end_epoch()
     ivt.end_task()
     assert torch.equal(model.norm.running_mean, before)
 

@@ -164,10 +164,16 @@ def test_a_parameter_given_twice_counts_once() -> None:
 def test_an_interval_longer_than_the_task_is_noticed() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for options, epochs in (({"interval": 10}, 9), ({"interval": 10}, 10), ({"interval": 9, "last": "teleport"}, 8)):
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"interval": 10}, 9, "use a smaller interval"),
+        ({"interval": 10}, 10, "use a smaller interval"),
+        ({"interval": 9, "last": "teleport"}, 8, "use a smaller interval"),
+        ({"interval": 1}, 1, 'use interval=1 and last="teleport"'),
+    ]
+    for options, epochs, remedy in cases:
         ivt = IVT(model, **options)
         base_task(model, ivt, optimizer)
-        with pytest.warns(UserWarning, match=rf"IVT changes nothing in a task of {epochs} epoch"):
+        with pytest.warns(UserWarning, match=rf"IVT changes nothing in a task of {epochs} epoch.*: {remedy}"):
             ivt.begin_task(optimizer, epochs=epochs)
     ivt = IVT(model, interval=1)
     base_task(model, ivt, optimizer)

@@ -73,7 +73,7 @@ class Inputs:
         self._calls.clear()
 
     def check(self) -> None:
-        """Warn at a step if the model has not been called."""
+        """Warn if the model has not been called."""
         if self._handle is not None and not self._calls:
             self._warn("inputs", MISSING)
 

@@ -244,6 +244,8 @@ class IVT(Schedule):
         self._require_task("end_epoch()")
         collecting = self.collecting
         self._check_epoch()
+        if self._seen:
+            self._inputs.check()
         check_parameters(self.core, self._task, self._warn)
         if collecting:
             self.core.finalize()
@@ -335,10 +337,6 @@ class IVT(Schedule):
         if self.fisher_loss == "whole":
             refuse_lbfgs(optimizers)
         return optimizers
-
-    def _count_step(self) -> bool:
-        self._inputs.check()
-        return super()._count_step()
 
     def _remember_inputs(self) -> None:
         if self.batchnorm != "keep" and batchnorm_layers(self.core.model):

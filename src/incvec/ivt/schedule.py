@@ -125,8 +125,8 @@ class Schedule:
             self._warn(
                 "idle",
                 f"IVT changes nothing in a task of {self.epochs} epoch(s) with a teleport every {self.interval}"
-                + (" and none after the last" if self.last == "skip" else "")
-                + ": use a smaller interval",
+                + (" and none after the last: " if self.last == "skip" else ": ")
+                + ("use a smaller interval" if self.epochs > 1 else 'use interval=1 and last="teleport"'),
             )
 
     def _check_epoch(self) -> None:

@@ -98,12 +98,16 @@ def test_huggingface(tmp_path: Path) -> None:
 
 def test_accelerate(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    network = Network()
+    network, accelerator = Network(), accelerate.Accelerator(cpu=True)
     names = shown(
-        "accelerate", accelerator=accelerate.Accelerator(cpu=True), model=network, folder=str(tmp_path),
-        optimizer=torch.optim.SGD(network.parameters(), lr=0.1), loader=tasks()[0].loader,
-        loss=functional.cross_entropy,
+        "accelerate", accelerator=accelerator, network=network, folder=str(tmp_path), tasks=tasks(),
+        add_classes=lambda network, task: network.grow_to(task.number), loss=functional.cross_entropy,
     )  # fmt: skip
-    assert names["ivt"].task == 1
-    assert names["ivt"].cumulative
-    assert list(tmp_path.glob("custom_checkpoint_*"))
+    ivt = names["ivt"]
+    assert ivt.task == stream.TASKS
+    assert ivt.report()
+    assert [path.name for path in tmp_path.glob("optimizer*")] == ["optimizer.bin"]  # the last task's only
+    ivt.begin_task(names["optimizer"])
+    accelerator.load_state(str(tmp_path))
+    assert ivt.task == stream.TASKS
+    assert not ivt.in_task

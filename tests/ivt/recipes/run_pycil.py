@@ -54,7 +54,6 @@ def main(name: str, options: dict[str, Any]) -> None:
     base.DataLoader = lambda *args, num_workers, **kwargs: loader(*args, **kwargs)
     host.num_workers, host.batch_size, host.epochs = 0, 16, EPOCHS
     host.init_epoch, host.ft_epochs = EPOCHS, 2
-    trainer._set_device = lambda args: args.update(device=[torch.device("cpu")])  # PyCIL's own knows GPUs only
     learner = recipe(f"models/{name}_ivt.py for PyCIL")["iCaRLIVT" if name == "icarl" else "PODNetIVT"]
     factory.get_model = lambda name, args: learner(args)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -70,7 +69,7 @@ def main(name: str, options: dict[str, Any]) -> None:
                 "init_cls": 5,
                 "increment": 4,
                 "model_name": name,
-                "device": [0],
+                "device": [-1],  # the CPU
                 "seed": [1],
                 "convnet_type": "resnet32" if name == "icarl" else "cosine_resnet32",
                 "ivt": options,

@@ -1,8 +1,12 @@
 """IVT with accelerate: a loop of one's own, whose checkpoints are the Accelerator's.
 
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    ivt = prepare(accelerator, IVT(model, interval=10))
-    ivt.begin_task(optimizer, epochs=160)
+    ivt = prepare(accelerator, IVT(network, interval=10))
+    for task in tasks:
+        ...                                            # grow the network, make this task's optimizer
+        accelerator.free_memory()                      # forget the last task's
+        model, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+        ivt.begin_task(optimizer, epochs=160)
+        ...
 
 `accelerator.save_state(folder)` then saves IVT's state too. `accelerator.load_state(folder)` restores it, and within a
 task (`ivt.in_task`) IVT listens to the prepared optimizers again, so that begin_task() is not called.

@@ -39,7 +39,9 @@ class IVTCallback(Hosted, _transformers.TrainerCallback):  # type: ignore[name-d
         """
         path = Path(folder) / FILE
         if not path.is_file():
-            raise FileNotFoundError(f"{folder} has no {FILE}: it is not a checkpoint of a training with this callback")
+            raise FileNotFoundError(
+                f"{folder} has no {FILE}: give a folder checkpoint-N that was written with this callback"
+            )
         self._saved = import_host("safetensors.torch", install="safetensors").load_file(path)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
