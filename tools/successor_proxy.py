@@ -1,10 +1,11 @@
-"""The proxy study of docs/successor.md: its images, its runs, and the tables of the page.
+"""The proxy study of docs/successor.md and docs/log/fisher.md: its images, its runs, and the tables of the pages.
 
     python tools/successor_proxy.py images DATA_ROOT FOLDER    50 classes of CIFAR-100 as class folders
     python tools/successor_proxy.py other-images DATA_ROOT FOLDER    the other 50
     incvec sweep successor-proxy --data-root FOLDER --out RUNS
     incvec sweep proxy-10 --data-root FOLDER --out RUNS
     python tools/successor_proxy.py collect RUNS JSON          adds the records of the folder to the file
+    python tools/successor_proxy.py scales RUNS JSON           S of every weight, from the snapshots of runs with IVT
     python tools/successor_proxy.py tables RESULTS             the tables of the page, from the folder `results`
 
 Of each class the first 200 training images become `train/`, the next 100 training images `test/`. No test image of
@@ -24,7 +25,9 @@ from typing import Any, cast
 import torch
 from PIL import Image
 
+from incvec import scale
 from incvec.addons.carry import STAGE
+from incvec.atomic_files import read_tensors
 from incvec.data import load_dataset
 from incvec.records import find_records, read_record
 
@@ -241,7 +244,14 @@ def fisher_table(runs: Sequence[Row]) -> str:
         if not row["oracle"] and "carry" not in row["addons"] and not variant_of(row):
             kind = row["config"]["ivt"]["fisher_loss"] if row["addons"] == ["ivt"] else "".join(row["addons"])
             kinds.setdefault((row["method"], kind), []).append(row)
-    names = {"whole": "whole loss", "own": "own loss", "ivt-uniform": "F = 1", "ivt-shuffled": "F permuted"}
+    names = {
+        "whole": "whole loss",
+        "own": "own loss",
+        "ivt-shuffled": "permuted within tensors",
+        "ivt-uniform": "F = 1",
+        "ivt-constant": "S = 2/3",
+        "ivt-normalized": "scaled to the mean of the past F",
+    }
     lines = []
     for method in dict.fromkeys(method for method, _ in kinds):
         host = kinds[method, ""]
@@ -252,6 +262,13 @@ def fisher_table(runs: Sequence[Row]) -> str:
                 lines.append([method, name, seeds, *gains, *against])
     heads = ["host", "F", "seeds", "gain in AA", "in LA", "in FM"]
     return markdown([*heads, "to the whole loss: AA", "LA", "FM"], lines)
+
+
+def carried(row: Row) -> bool:
+    """Whether a run over ten increments is one of the comparison with `carry`."""
+    hosts = ("podnet", "mrfa", "pass")
+    plain = row["method"] in hosts and not variant_of(row) and set(row["addons"]) <= {"ivt", "carry"}
+    return plain and row["config"].get("ivt", {}).get("fisher_loss") != "own"
 
 
 AUDITED: dict[str, dict[str, Any]] = {
@@ -277,9 +294,9 @@ def audit_table(runs: Sequence[Row]) -> str:
     """Variants that follow published code, against our settings."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in runs:
-        if not {"carry", "ivt-uniform", "ivt-shuffled"} & {*row["addons"]} and not row["oracle"]:
-            if row["config"].get("ivt", {}).get("fisher_loss") != "own":
-                groups.setdefault((name_of(row), variant_of(row)), []).append(row)
+        own = row["config"].get("ivt", {}).get("fisher_loss") == "own"
+        if set(row["addons"]) <= {"ivt", "cofima"} and not own and not row["oracle"]:
+            groups.setdefault((name_of(row), variant_of(row)), []).append(row)
     lines = []
     for (name, variant), rows in groups.items():
         if any(other == name and text for other, text in groups):
@@ -290,6 +307,66 @@ def audit_table(runs: Sequence[Row]) -> str:
             lines.append([name, variant, seeds, *means, *base, *changes])
     heads = ["run", "variant", "seeds", "AA", "LA", "FM", "base classes", "change in AA", "in LA", "in FM"]
     return markdown(heads, lines)
+
+
+TASKS = (2, 3, 4, 6, 11, 26)  # of the tables of S
+
+
+def spread_of_scales(folder: Path) -> dict[str, dict[str, float]]:
+    """Mean, standard deviation and two quantiles of S over the backbone's weights, by task, from a run's snapshots."""
+    summed: list[dict[str, torch.Tensor]] = []
+    for path in sorted((folder / "snapshots").glob("*.safetensors")):
+        tensors, prefix = read_tensors(path)[0], "addon/ivt/cumulative/"
+        summed.append({key.removeprefix(prefix): tensors[key] for key in tensors if key.startswith(prefix)})
+    found = {}
+    for task in TASKS:
+        if task <= len(summed):
+            before, after = summed[task - 2 : task]
+            names = [name for name in before if name.startswith("backbone")]
+            scales = torch.cat([scale(before[name], after[name] - before[name]).flatten() for name in names])
+            low, high = torch.quantile(scales, torch.tensor([0.05, 0.95])).tolist()
+            values = {"mean": scales.mean().item(), "std": scales.std().item(), "low": low, "high": high}
+            found[str(task)] = {name: round(value, 3) for name, value in values.items()}
+    return found
+
+
+def scales(folder: str, target: str) -> None:
+    rows = []
+    for path in find_records([Path(folder)]):
+        row = compact(read_record(path))
+        if row["addons"] == ["ivt"] and seed_of(row) == 0 and not variant_of(row):
+            kept = {key: row[key] for key in ("method", "environment")} | {
+                "fisher": row["config"]["ivt"]["fisher_loss"]
+            }
+            rows.append(kept | {"scales": spread_of_scales(path.parent)})
+    Path(target).write_text('{\n"runs": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]\n}\n")
+
+
+def scales_table(rows: Sequence[Row]) -> str:
+    tasks = [task for task in TASKS if any(str(task) in row["scales"] for row in rows)]
+    lines = [
+        [row["method"], row["fisher"], *(scale_cell(row["scales"].get(str(task))) for task in tasks)] for row in rows
+    ]
+    lines.append(["F = 1", "", *(f"{task / (2 * task - 1):.2f}" for task in tasks)])
+    return markdown(["host", "Fisher of the loss", *(f"task {task}" for task in tasks)], lines)
+
+
+def scale_cell(values: dict[str, float] | None) -> str:
+    return f"{values['mean']:.2f} ({values['low']:.2f} to {values['high']:.2f})" if values else ""
+
+
+def layers_table(folder: Path) -> str:
+    """Of the CIFAR-100 records: mean S of the backbone's weights, and the range of the means of its parts."""
+    lines = []
+    for name, title in (("podnet", "PODNet"), ("mrfa", "MRFA"), ("pass", "PASS")):
+        statistics = read_record(folder / f"{name}+ivt-25-s0.json")["statistics"]
+        cells = []
+        for task in TASKS:
+            parts = [v["scale"] for key, v in statistics[task - 1]["ivt"].items() if key.startswith("backbone")]
+            cells.append(f"{min(parts):.2f} to {max(parts):.2f}")
+        lines.append([title, *cells])
+    lines.append(["F = 1", *(f"{task / (2 * task - 1):.2f}" for task in TASKS)])
+    return markdown(["host", *(f"task {task}" for task in TASKS)], lines)
 
 
 def cost_table(runs: Iterable[tuple[str, str, dict[str, float]]]) -> str:
@@ -374,6 +451,7 @@ def gap_table(folder: Path) -> str:
 def tables(results: Path) -> dict[str, str]:
     folder = results / "successor"
     proxy, other = (read(folder / f"{name}.json") for name in ("proxy", "confirmation"))
+    ten = read(folder / "ten-increments.json")
     return {
         "held out": held_out_table(folder / "held-out"),
         "gap": gap_table(results / "cifar100"),
@@ -384,6 +462,11 @@ def tables(results: Path) -> dict[str, str]:
         "both classifiers": two_classifiers_table(proxy),
         "cost": costs(results, proxy),
         "attempts": runs_table(read(folder / "attempts.json"), proxy),
+        "ten increments": runs_table([row for row in ten if carried(row)], ten),
+        "Fisher": fisher_table(ten),
+        "scales": scales_table(read(folder / "scales.json")),
+        "layers": layers_table(results / "cifar100"),
+        "audit": audit_table(ten),
     }
 
 
@@ -395,6 +478,6 @@ if __name__ == "__main__":
     else:
         other_images = partial(write_images, first=CLASSES)
         commands: dict[str, Callable[..., None]] = {
-            "images": write_images, "other-images": other_images, "collect": collect
+            "images": write_images, "other-images": other_images, "collect": collect, "scales": scales
         }  # fmt: skip
         commands[command](*arguments)
