@@ -130,7 +130,10 @@ def measured(files: list[Path]) -> set[str]:
     for file in files:
         content = json.loads(file.read_text())
         if "metrics" in content:
-            groups.setdefault(re.sub(r"-s\d", "", file.stem), []).append(read_record(file))
+            record = read_record(file)
+            groups.setdefault(re.sub(r"-s\d", "", file.stem), []).append(record)
+            parts = (part for task in record.get("statistics", []) for part in task.get("ivt", {}).values())
+            allowed |= texts([part["scale"] for part in parts if isinstance(part["scale"], float)])
         else:
             values = list(numbers_in(content))
             allowed |= texts(values + [100 * (value - 1) for value in values])
