@@ -122,7 +122,7 @@ def _beside(side: int, content: dict[str, Any]) -> str:
         f"was measured in the same run, at {plain:,.0f} images/s: ours (bfloat16, captured) is\n"
         f"{resident / plain:.1f} times as fast resident and {streamed / plain:.1f} times streamed, which is\n"
         f"{streamed / resident:.0%} of resident. The plain loop's training step alone, on one batch again and\n"
-        f"again, makes {step:,.0f} images/s."
+        f"again, reaches {step:,.0f} images/s."
     )
 
 
