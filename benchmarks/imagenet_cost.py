@@ -185,7 +185,7 @@ def packing(content: dict[str, Any]) -> list[str]:
         spent, share = content["cpu_ms_an_image"], content["pack_over_decode_by_cpu_time"][pillow]
         size = content["bytes_an_image"] / 1000
         lines += [
-            f"By CPU time, taken apart on one core, it is {share:.0%}: an image of {size:.0f} KB takes Pillow "
+            f"By CPU time, measured separately on one core, it is {share:.0%}: an image of {size:.0f} KB takes Pillow "
             f"{spent[pillow]:.2f} ms",
             f"to decode, and packing {spent['pack']:.2f} ms, its own decoding ({spent[own]:.2f} ms) included.",
         ]
