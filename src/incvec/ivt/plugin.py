@@ -53,8 +53,8 @@ class IVT(Schedule):
             parameter, or modules (of one that is replaced when the model grows, give the name). None: tensors that have
             grown since an earlier task, the classifier in most networks. One that has all its rows from the start does
             not grow: name it.
-        last: "skip" omits the teleport after a task's last epoch, so that training ends with trained weights. It needs
-            begin_task(epochs=...). "teleport" does it.
+        last: "skip" omits the teleport after a task's last epoch, so that training ends with trained weights; it needs
+            begin_task(epochs=...). "teleport" keeps it.
         batchnorm: "keep" teleports weights and biases of BatchNorm layers like all others. "layer" teleports a
             convolution and the norm after it together, as one map (for methods that train on new classes only).
             "recalibrate" re-estimates the running statistics when the task ends (for structure="kernel"). None: "keep",
