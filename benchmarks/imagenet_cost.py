@@ -122,7 +122,7 @@ def _beside(side: int, content: dict[str, Any]) -> str:
         f"was measured in the same run, at {plain:,.0f} images/s: ours (bfloat16, captured) is\n"
         f"{resident / plain:.1f} times as fast resident and {streamed / plain:.1f} times streamed, which is\n"
         f"{streamed / resident:.0%} of resident. The plain loop's training step alone, on one batch again and\n"
-        f"again, makes {step:,.0f} images/s."
+        f"again, reaches {step:,.0f} images/s."
     )
 
 
@@ -185,7 +185,7 @@ def packing(content: dict[str, Any]) -> list[str]:
         spent, share = content["cpu_ms_an_image"], content["pack_over_decode_by_cpu_time"][pillow]
         size = content["bytes_an_image"] / 1000
         lines += [
-            f"By CPU time, taken apart on one core, it is {share:.0%}: an image of {size:.0f} KB takes Pillow "
+            f"By CPU time, measured separately on one core, it is {share:.0%}: an image of {size:.0f} KB takes Pillow "
             f"{spent[pillow]:.2f} ms",
             f"to decode, and packing {spent['pack']:.2f} ms, its own decoding ({spent[own]:.2f} ms) included.",
         ]

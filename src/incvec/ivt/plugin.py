@@ -51,28 +51,31 @@ class IVT(Schedule):
         interval: epochs between teleports. None: only when `teleport()` is called.
         exclude: what is never teleported: prefixes of parameter names ("fc" or "fc."), predicates of a name and a
             parameter, or modules (of one that is replaced when the model grows, give the name). None: tensors that have
-            grown since an earlier task, the classifier in most networks.
-        last: "skip" omits the teleport after a task's last epoch, so that training ends with trained weights.
-        batchnorm: "keep" moves weights and biases of BatchNorm layers like all others. "layer" moves the map of a
-            convolution and its norm together (for methods that train on new classes only). "recalibrate" re-estimates
-            the statistics when the task ends (for structure="kernel"). None: "keep", with a warning if there are any.
+            grown since an earlier task, the classifier in most networks. One that has all its rows from the start does
+            not grow: name it.
+        last: "skip" omits the teleport after a task's last epoch, so that training ends with trained weights; it needs
+            begin_task(epochs=...). "teleport" keeps it.
+        batchnorm: "keep" teleports weights and biases of BatchNorm layers like all others. "layer" teleports a
+            convolution and the norm after it together, as one map (for methods that train on new classes only).
+            "recalibrate" re-estimates the running statistics when the task ends (for structure="kernel"). None: "keep",
+            with a warning if the model has BatchNorm layers.
         fisher_loss: "whole" takes F_t from the gradients that the optimizer sees. "own" takes it from the loss given to
-            `collect`, the new task's own: distillation speaks for the old ones.
-        structure: "diagonal", or "kernel" for one block per convolution kernel slice. F and Fbar then have k*k numbers
-            per weight, and a teleport solves one k*k system per slice.
+            `collect`, the new task's own, without distillation, which represents the old tasks.
+        structure: "diagonal", or "kernel" for one block per convolution kernel slice. F and Fbar then have k² numbers
+            per weight of a k x k kernel, and a teleport solves one system of k² equations per slice.
         optimizer_state: "keep", or "reset" to give teleported parameters a fresh state at each teleport.
-        memory: "device" keeps the anchor and Fbar beside the parameters. "host" keeps them in host memory (pinned if
-            the parameters are on a GPU), and a teleport streams them in pieces. The result is the same bit for bit;
+        memory: "device" stores the anchor and Fbar on the parameters' device. "host" stores them in host memory (pinned
+            if the parameters are on a GPU), and a teleport streams them in pieces. The result is the same bit for bit;
             begin_task() and end_task() then synchronize with the device.
         probe: for batchnorm="layer": runs the model, in train mode, on the inputs that define the maps, the same ones
             at each call and in each process. None: the inputs of its last calls (up to 4 batches) are remembered and
             used again.
 
     If torch.distributed has several processes, they train the model together: batchnorm="layer" and "recalibrate" take
-    the inputs of the first one, and `collect` averages over all. Then every process makes the same calls: one that
-    leaves out a `collect`, an `end_epoch` or an `end_task` makes the others wait for it. Which processes: those of the
-    DDP wrapper that IVT was given, without one all of them. Make a new DDP wrapper after the model has grown as
-    usual; the plug-in may have the module or any of its wrappers.
+    the inputs of the first one, and `collect` averages over all. Every process then has to make the same calls: if one
+    leaves out a `collect`, an `end_epoch` or an `end_task`, the others wait. These are the processes of the DDP wrapper
+    that IVT was given; without a wrapper, all of them. IVT may be given the module or any of its wrappers, and it stays
+    valid if you make a new DDP wrapper after the model has grown.
     """
 
     def __init__(
@@ -164,9 +167,9 @@ class IVT(Schedule):
 
         epochs: of this task. Needed for last="skip", and by `collecting`.
 
-        past: whose rows a tensor continues, for heads that are re-made, merged or renamed: the name of a tensor of the
-        earlier tasks, several names whose rows follow each other, or None for a tensor without a past. By default a
-        tensor continues the one of its own name: new parameters have no past, and rows added to dimension 0 have none.
+        past: for heads that are replaced, merged or renamed: for the name of a tensor, the name of the earlier tensor
+        whose rows it continues, several names whose rows follow each other, or None for a tensor without a past. By
+        default a tensor continues the one of its own name; new parameters and rows added to dimension 0 have no past.
         """
         self._require_no_task()
         epochs = check_epochs("epochs", epochs, "if unknown")
@@ -240,7 +243,7 @@ class IVT(Schedule):
         self._seen = True
 
     def end_epoch(self) -> bool:
-        """F_t of this epoch; every interval-th epoch of tasks 2, 3, ... teleports. Returns whether it did."""
+        """Finish F_t of this epoch; teleport at every interval-th epoch of tasks 2, 3, ... Returns whether it did."""
         self._require_task("end_epoch()")
         collecting = self.collecting
         self._check_epoch()
@@ -255,7 +258,7 @@ class IVT(Schedule):
 
     @torch.no_grad()
     def teleport(self) -> bool:
-        """theta <- anchor + S (theta - anchor), in place, by this epoch's F_t. Returns whether anything moved.
+        """theta <- anchor + S (theta - anchor), in place, with this epoch's F_t. Returns whether it moved any tensor.
 
         Called by the schedule or by the user. In the middle of an epoch it finalizes the epoch's sums, and the next
         step starts new ones. In the first task Fbar_0 = 0, hence S = 1, and nothing is done.
@@ -293,7 +296,7 @@ class IVT(Schedule):
         self._in_task = self._seen = self._copied = False
 
     def abandon_task(self) -> None:
-        """Forget the current task, for example after an exception: Fbar and `task` are as before begin_task().
+        """Discard the current task, for example after an exception: Fbar and `task` are as before begin_task().
 
         The model keeps the weights it has. If the task was loaded from a state, Fbar keeps the names that `past` gave.
         """
@@ -304,7 +307,7 @@ class IVT(Schedule):
         self._leave()
 
     def begin_with(self, batches: Iterable[T], loss: Callable[[T], Tensor]) -> None:
-        """Give a model that was trained elsewhere a past: measure F on samples of what it knows. Counts as task 1.
+        """For a model that was trained elsewhere: measure F on samples of its classes. Counts as task 1.
 
         loss: the scalar loss of one batch, computed with the model as it is (in the mode it is in).
         """
@@ -324,7 +327,7 @@ class IVT(Schedule):
     def attach(self, *optimizers: Any) -> None:
         """Count the steps of these optimizers, given as in begin_task(), and of no others, from now to the task's end.
 
-        For a task that goes on from a loaded state, or whose optimizer was made anew.
+        For a task that continues from a loaded state, or whose optimizer was replaced.
         """
         if not self._in_task:
             raise RuntimeError("attach() outside a task: give the optimizer to begin_task(optimizer)")
@@ -346,8 +349,8 @@ class IVT(Schedule):
         """Iterate over an epoch's batches: `for batch in ivt.watch(loader)`.
 
         Counts the steps of whatever optimizer trains the model within the loop, and calls `end_epoch` when the loader
-        is exhausted. For hosts that have no epoch hooks, or make their optimizer late. A loop that is left early
-        (`break`, an exception) does not end the epoch.
+        is exhausted. For hosts that have no epoch hooks, or create the optimizer after the task has begun. A loop that
+        is left early (`break`, an exception) does not end the epoch.
         """
         self._require_task("watch()")
         return Watched(self, loader)
@@ -376,8 +379,8 @@ class IVT(Schedule):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Resume from a `state_dict`.
 
-        Within a task the model must have grown to it, and `attach(optimizer)` comes in place of begin_task(). Between
-        tasks go on with begin_task(). Buffers of the right shape are written in place, so a captured CUDA graph
+        Within a task, grow the model to that task first, and call `attach(optimizer)` in place of begin_task(). Between
+        tasks, continue with begin_task(). Buffers of the right shape are written in place, so a captured CUDA graph
         stays valid.
         """
         saved = self.core.load(state, self._in_task)
