@@ -58,8 +58,8 @@ def end_at_once(*_: object) -> None:
 
 def main() -> None:
     """Run the command line and exit with its exit code."""
-    # Read by OpenMP when torch is imported. By default its threads wait for each other by spinning: while another
-    # program used one of two cores, `incvec learn` took 183 seconds instead of 17.
+    # Read by OpenMP when torch is imported. By default its threads wait for each other by spinning, which
+    # makes a command several times slower while another program uses one of the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGINT, interrupt)
     if sys.__stderr__ is not None:
