@@ -1,7 +1,8 @@
 """`incvec study`: the figures of the paper, from finished runs and their records.
 
 Every command writes a PNG, a PDF and a JSON file with all numbers of the figure, and prints the main ones. `draw` makes
-the figures again from the JSON files. Tasks are counted from 1 here, as in the paper, and from 0 in the JSON files.
+the figures again from the JSON files, `mean` the mean of a figure over seeds. Tasks are counted from 1 here, as in the
+paper, and from 0 in the JSON files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.console import Console
 from incvec.cli.common import DataRoot, say
 from incvec.config import digest
 from incvec.errors import DataError, check_out
-from incvec.study.figures import find_figures, redraw, write_figure
+from incvec.study.figures import find_figures, mean_figure, redraw, write_figure
 from incvec.study.figures.tables import TABLES
 from incvec.study.oracle_gap import oracle_gap
 from incvec.study.runs import load_runs
@@ -262,6 +263,26 @@ def draw(
         raise DataError(f"no JSON file in {', '.join(map(str, files))} is from `incvec study`.")
     for file in figures:
         print_files(redraw(file, (out or file.parent) / file.stem))
+
+
+@app.command(epilog="[bold]Example[/bold]\n\nincvec study mean seed-0/path.json seed-1/path.json seed-2/path.json")
+def mean(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="JSON files of one path, trade-off or curvature figure, one per seed.", show_default=False),
+    ],
+    out: Out = FIGURES,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the files, without suffix.", show_default="KIND-N-seeds")
+    ] = None,
+) -> None:
+    """The mean of a figure over seeds, with bands of one standard deviation, from the numbers of single seeds.
+
+    Curves are averaged at equal shares of the way. Needs neither snapshots nor data sets.
+    """
+    check_out(out, "a figure", "-o")
+    data = mean_figure(files)
+    write_and_print(data, out / (name or f"{data['kind']}-{len(files)}-seeds"))
 
 
 def paths(
