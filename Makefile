@@ -85,6 +85,10 @@ bench: $(VENV)/lab
 
 figures: $(VENV)/lab
 	$(BIN)/incvec study gap results/cifar100 -o results/figures
+	for figure in path recalibrated-path tradeoff curvature; do \
+		$(BIN)/incvec study mean results/figures/podnet-5-$$figure.json results/figures/seed-*/$$figure.json \
+			-o results/figures --name podnet-5-$$figure-3-seeds || exit 1; \
+	done
 	$(BIN)/incvec study draw results/figures
 	$(BIN)/python -m incvec.study.reproduced results
 	$(BIN)/python -m incvec.study.catalog > docs/methods.md

@@ -124,6 +124,11 @@ def test_commands_without_training_do_not_import_torch(tmp_path: Path) -> None:
         (["run", "--method", "joint", "--addon", "ivt"], 1, "cannot be combined with joint"),
         (["sweep", "digitz"], 1, "Did you mean 'digits'?"),
         (["show", str(tmp_path / "absent")], 1, "does not exist"),
+        (["study", "all", "--help"], 0, "--batchnorm"),
+        (["study", "path", "--epoch", "3"], 2, "No such option"),
+        (["study", "draw", str(tmp_path / "absent")], 1, "does not exist"),
+        (["study", "mean", str(tmp_path / "record.json")], 1, "is not the data of a figure"),
+        (["study", "gap", str(tmp_path)], 1, "lacks environment"),
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(incvec.__file__).parents[1]), "COLUMNS": "100"}
     done = subprocess.run(

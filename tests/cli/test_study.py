@@ -17,6 +17,8 @@ from incvec.engine.run import finish
 from tests.conftest import make_run, quick
 from tests.study.geometry.conftest import FinishedRuns, train, train_from_snapshot
 
+FORMAT_1 = Path(__file__).parents[1] / "study" / "figures_format_1"
+
 
 @pytest.fixture(scope="module")
 def runs(digits: Dataset, tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
@@ -129,6 +131,23 @@ def test_all_figures_are_drawn_again_without_the_runs(runs: FinishedRuns, tmp_pa
             name = f"few-{kind}.{end}"
             assert name in shown
             assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_mean_over_seeds(tmp_path: Path) -> None:
+    """Needs the JSON files only, and is drawn again like any figure."""
+    data = json.loads((FORMAT_1 / "path.json").read_text())
+    for seed in (0, 1):
+        for curve in data["curves"]:
+            curve |= {"seed": seed, "run": f"{curve['run']}-s{seed}"}
+        (tmp_path / f"seed-{seed}.json").write_text(json.dumps(data))
+    shown = call("mean", tmp_path / "seed-0.json", tmp_path / "seed-1.json", "-o", tmp_path / "mean")
+    assert "Means of 2 seeds" in " ".join(shown.split())
+    mean = written(tmp_path / "mean", "path-2-seeds")
+    assert [source["seed"] for source in mean["sources"]] == [0, 1]
+    assert mean["curves"][0]["accuracy"] == data["curves"][0]["accuracy"]
+    call("draw", tmp_path / "mean", "-o", tmp_path / "again")
+    assert (tmp_path / "again/path-2-seeds.png").read_bytes() == (tmp_path / "mean/path-2-seeds.png").read_bytes()
+    assert "give each seed once" in refused("mean", *[tmp_path / "seed-0.json"] * 2, "-o", tmp_path)
 
 
 def test_all_with_recalibration_has_one_path(runs: FinishedRuns, tmp_path: Path) -> None:

@@ -87,6 +87,13 @@ def test_method_without_oracle_is_left_out_if_others_have_one() -> None:
     assert "--method lucir" in warnings[0]
 
 
+def test_several_methods_without_oracle_are_one_line() -> None:
+    warnings: list[str] = []
+    records = [record("podnet", 50.0), record("podnet", 60.0, oracle=True)]
+    gaps([*records, record("lucir", 50.0), record("icarl", 50.0)], warnings.append)
+    assert warnings == ["2 streams or settings without a plain run or an oracle, of icarl, lucir"]
+
+
 def test_another_class_order_gets_its_own_figure() -> None:
     usual = [record("podnet", 50.0), record("podnet", 60.0, oracle=True)]
     other: dict[str, Any] = {"settings": {"order_seed": 7}, "class_order": [0, 1]}

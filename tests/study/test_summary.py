@@ -59,5 +59,16 @@ def test_figure_is_the_path_with_its_numbers(tmp_path: Path) -> None:
     assert "](results/figures/podnet-path.png)" in text
     left = ", ".join("0.2" for _ in again["curves"])
     assert text.endswith(f"re-estimated at every point, the barriers are {left}.")
+    sources: dict[str, object] = {"sources": [{"seed": 0}, {"seed": 1}]}
+    (folder / "podnet-path-mean.json").write_text(json.dumps({**path_data(), **sources}))
+    (folder / "podnet-path-mean.png").write_bytes(b"a picture of the mean")
+    text = render(tmp_path / "results")  # the mean comes first, and has no recalibrated mean beside it
+    assert "](results/figures/podnet-path-mean.png)" in text
+    assert "begins at 80.0 % (mean of 2 seeds): PODNet " in text
+    assert "re-estimated" not in text
+    (folder / "z-recalibrated-mean.json").write_text(json.dumps({**again, **sources}))
+    assert f"the barriers are {left}." in render(tmp_path / "results")
+    for file in folder.glob("*-mean.*"):
+        file.unlink()
     (folder / "a-recalibrated-path.json").write_text(json.dumps({**again, "task_to": again["task_to"] - 1}))
     assert "re-estimated" not in render(tmp_path / "results")  # another path

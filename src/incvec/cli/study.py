@@ -1,7 +1,8 @@
 """`incvec study`: the figures of the paper, from finished runs and their records.
 
 Every command writes a PNG, a PDF and a JSON file with all numbers of the figure, and prints the main ones. `draw` makes
-the figures again from the JSON files. Tasks are counted from 1 here, as in the paper, and from 0 in the JSON files.
+the figures again from the JSON files, `mean` the mean of a figure over seeds. Tasks are counted from 1 here, as in the
+paper, and from 0 in the JSON files.
 """
 
 from __future__ import annotations
@@ -12,28 +13,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from incvec.cli.common import DataRoot, say
 from incvec.config import digest
-from incvec.data import Dataset, load_dataset
-from incvec.engine.threads import single_thread_for_small_images
 from incvec.errors import DataError, check_out
-from incvec.study.figures import find_figures, redraw, write_figure
+from incvec.study.figures import find_figures, mean_figure, redraw, write_figure
 from incvec.study.figures.tables import TABLES
-from incvec.study.geometry.curvature import run_curvature
-from incvec.study.geometry.evaluation import Backend, BatchNormMode, EvaluationOptions, Progress
-from incvec.study.geometry.paths import run_paths
-from incvec.study.geometry.planes import check_addon, run_plane
-from incvec.study.geometry.snapshots import first_task, last_task, require_ivt, run_config, run_metadata
 from incvec.study.oracle_gap import oracle_gap
 from incvec.study.runs import load_runs
 
+if TYPE_CHECKING:  # importing torch takes seconds
+    from incvec.data import Dataset
+    from incvec.study.geometry.evaluation import EvaluationOptions, Progress
+
 app = typer.Typer(no_args_is_help=True, help="Figures of finished runs: paths, trade-off, plane, gap, curvature.")
 Start = Literal["oracle", "own"]
+Backend = Literal["auto", "graph", "loop"]
+BatchNormMode = Literal["interpolate", "recalibrate"]
 Runs = Annotated[list[Path], typer.Argument(help="Folders of runs, the plain method first.", show_default=False)]
 OneRun = Annotated[Path, typer.Argument(help="The folder of the run.", show_default=False)]
 Oracle = Annotated[Path | None, typer.Option(help="The folder of the oracle's run.", show_default=False)]
@@ -69,11 +69,17 @@ class CommonOptions:
     backend: Annotated[Backend, typer.Option(help="One CUDA graph per point, or an eager loop.")] = "auto"
 
     def evaluation(self, points: int, start: Start = "own") -> EvaluationOptions:
+        from incvec.study.geometry.evaluation import EvaluationOptions
+
         return EvaluationOptions(points, self.images, self.batchnorm, start, self.backend, self.device)
 
     @contextmanager
     def evaluating(self, run: Path) -> Iterator[tuple[Dataset, Progress]]:
         """The data set that a run was trained on, and a function that shows the number of points done."""
+        from incvec.data import load_dataset
+        from incvec.engine.threads import single_thread_for_small_images
+        from incvec.study.geometry.snapshots import run_config, run_metadata
+
         config = run_config(run)
         data = load_dataset(config.dataset, self.data_root, **config.data_options())
         if data.fingerprint != run_metadata(run)["fingerprint"]:
@@ -164,6 +170,8 @@ def plane(
     The oracle is projected onto the plane. From the third task on, each run has started the task at its own model;
     runs with --set start=SNAPSHOT share one.
     """
+    from incvec.study.geometry.planes import run_plane
+
     with common.evaluating(run) as (data, progress):
         figure = run_plane(run, ivt, oracle, data, task - 1, size, common.evaluation(2, start), margin, progress)
     common.write(figure)
@@ -193,6 +201,8 @@ def gap(
 @with_common_options
 def curvature(run: OneRun, common: CommonOptions, points: PointCount = 11) -> None:
     """IVT's Fisher by task and layer group, and the forgetting it predicts against the measured one."""
+    from incvec.study.geometry.curvature import run_curvature
+
     with common.evaluating(run) as (data, progress):
         figure = run_curvature(run, data, common.evaluation(points), progress)
     common.write(figure)
@@ -216,6 +226,9 @@ def all_figures(
     statistics alone. The trade-off ends at the second, the middle and the last task; the plane is that of the second
     task. If a run started at the snapshot of another run, the task of that snapshot is the first one.
     """
+    from incvec.study.geometry.planes import check_addon
+    from incvec.study.geometry.snapshots import first_task, last_task, run_config
+
     check_addon(run, ivt)
     first = 1 + max(first_task(each) for each in (run, ivt, oracle))
     last = 1 + last_task(run)
@@ -252,6 +265,26 @@ def draw(
         print_files(redraw(file, (out or file.parent) / file.stem))
 
 
+@app.command(epilog="[bold]Example[/bold]\n\nincvec study mean seed-0/path.json seed-1/path.json seed-2/path.json")
+def mean(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="JSON files of one path, trade-off or curvature figure, one per seed.", show_default=False),
+    ],
+    out: Out = FIGURES,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the files, without suffix.", show_default="KIND-N-seeds")
+    ] = None,
+) -> None:
+    """The mean of a figure over seeds, with bands of one standard deviation, from the numbers of single seeds.
+
+    Curves are averaged at equal shares of the way. Needs neither snapshots nor data sets.
+    """
+    check_out(out, "a figure", "-o")
+    data = mean_figure(files)
+    write_and_print(data, out / (name or f"{data['kind']}-{len(files)}-seeds"))
+
+
 def paths(
     runs: Sequence[Path],
     ivt: Path | None,
@@ -263,6 +296,9 @@ def paths(
     start: Start,
 ) -> list[dict[str, Any]]:
     """The data of the paths to each end, once the run given with --ivt is known to be one with IVT."""
+    from incvec.study.geometry.paths import run_paths
+    from incvec.study.geometry.snapshots import require_ivt, run_config
+
     everyone = list(runs)
     if ivt is not None:
         require_ivt(ivt, run_config(runs[0]))

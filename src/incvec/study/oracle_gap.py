@@ -22,22 +22,27 @@ class MissingRun(DataError):
 def oracle_gap(runs: Sequence[RunRecord], warn: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
     """The data of one gap figure per method, stream, class order and settings of the method.
 
-    `warn` is called for each method without a plain run or an oracle, unless there is no other.
+    `warn` is called once if there are others without a plain run or an oracle: with the command that is missing, or
+    with the methods if there are several.
     """
     panels = make_panels(group_runs(runs))
     if not panels:
         raise DataError("no record is of a class-incremental method: give the records of a run and of its oracle.")
-    figures, missing = [], []
+    figures: list[dict[str, Any]] = []
+    missing: list[MissingRun] = []
+    methods: list[str] = []
     for panel in panels:
         try:
             figures.append(panel_gap(panel))
         except MissingRun as error:
             missing.append(error)
+            methods.append(panel.first.record["method"])
     if not figures:
         raise missing[0]
-    for reason in missing:
-        if warn is not None:
-            warn(str(reason))
+    if missing and warn is not None:
+        names = ", ".join(sorted(set(methods)))
+        several = f"{len(missing)} streams or settings without a plain run or an oracle, of {names}"
+        warn(str(missing[0]) if len(missing) == 1 else several)
     return figures
 
 

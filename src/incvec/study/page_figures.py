@@ -16,7 +16,7 @@ from incvec.records import title
 from incvec.study import style
 from incvec.study.charts import Chart, Line, Lines, Mark, Plane
 from incvec.study.figures import find_figures, read_figure, redraw
-from incvec.study.figures.canvas import describe_evaluation
+from incvec.study.figures.canvas import describe_evaluation, number_of_seeds
 from incvec.study.figures.curvature import PREDICTIONS, layer_group_label, network_order
 from incvec.study.figures.path import DISTANCE, SHARE, describe_fit, describe_path, task_range
 from incvec.study.figures.plane import describe_starts
@@ -82,6 +82,7 @@ def path_charts(data: Data, figure: StudyFigure) -> Iterator[Chart]:
     first, last = data["task_from"], data["task_to"]
     tasks = {"old": task_range(range(first + 1)), "new": task_range(range(first + 1, last + 1))}
     share_first = data.get("axis") == "share"
+    seeds = number_of_seeds(data)
     for metric in ("accuracy", "loss"):
         for group, names in tasks.items():
             lines = []
@@ -89,7 +90,8 @@ def path_charts(data: Data, figure: StudyFigure) -> Iterator[Chart]:
                 axes = (floats(curve["distance"]), floats(curve["x"]))
                 x, other = axes[::-1] if share_first else axes
                 y = floats(curve[metric][group])
-                lines.append(Line(title(curve), style.shorten(curve["name"]), x, y, None, 1, other))
+                errors = floats(curve["std"][metric][group]) if "std" in curve else None
+                lines.append(Line(title(curve), style.shorten(curve["name"]), x, y, errors, seeds, other))
             labels = (SHARE, DISTANCE) if share_first else (DISTANCE, SHARE)
             unit, y_label = (" %", "accuracy, %") if metric == "accuracy" else ("", "loss")
             heading = f"{figure.title}: {metric} on {names}"
@@ -107,7 +109,8 @@ def tradeoff_charts(data: Data, figure: StudyFigure) -> Iterator[Chart]:
         lines = []
         for curve in panel["curves"]:
             x, y = (floats(curve["accuracy"][key]) for key in ("old", "new"))
-            lines.append(Line(title(curve), f"{style.shorten(curve['name'])}: {describe_fit(curve)}", x, y, None, 1))
+            label = f"{style.shorten(curve['name'])}: {describe_fit(curve)}"
+            lines.append(Line(title(curve), label, x, y, None, number_of_seeds(panel)))
         yield Lines(
             f"{figure.slug}-{last}", f"{figure.title}: from task {first + 1} to task {last + 1}",
             f"accuracy on {old}, %", f"accuracy on {new}, %", tuple(lines), dense=True, note=describe_path(panel),
@@ -132,13 +135,15 @@ def plane_charts(data: Data, figure: StudyFigure) -> Iterator[Chart]:
 
 def curvature_charts(data: Data, figure: StudyFigure) -> Iterator[Chart]:
     """Mean S by layer group, and the predicted and the measured change of the loss at the end of each task."""
-    tasks = data["tasks"]
+    tasks, seeds = data["tasks"], number_of_seeds(data)
     groups = sorted({name for task in tasks for name in task["parts"] if name != "all"}, key=network_order)
     lines = []
     for task in tasks:
         shown = [(k, task["parts"][name]["scale"]) for k, name in enumerate(groups) if name in task["parts"]]
         x, y = (floats(values) for values in zip(*shown, strict=True))
-        lines.append(Line(f"task {task['task'] + 1}", f"task {task['task'] + 1}", x, y, None, 1))
+        spread = task["std"]["parts"] if "std" in task else None
+        errors = floats(spread[name]["scale"] for name in groups if name in spread) if spread else None
+        lines.append(Line(f"task {task['task'] + 1}", f"task {task['task'] + 1}", x, y, errors, seeds))
     names = tuple(map(layer_group_label, groups))
     note = f"{data['name']}, {describe_evaluation(data)}"
     yield Lines(
@@ -151,7 +156,9 @@ def curvature_charts(data: Data, figure: StudyFigure) -> Iterator[Chart]:
         points = [(task["task"] + 1, task[key][-1]) for task in tasks if task[key] is not None]
         if points:
             x, y = (floats(values) for values in zip(*points, strict=True))
-            ends.append(Line(run if key == "measured" else key, label, x, y, None, 1))
+            spreads = [task["std"][key][-1] for task in tasks if "std" in task and task[key] is not None]
+            errors = floats(spreads) if spreads else None
+            ends.append(Line(run if key == "measured" else key, label, x, y, errors, seeds))
     yield Lines(
         f"{figure.slug}-forgetting", f"{figure.title}: change of the old tasks' test loss", "task learned",
         "change of the loss", tuple(ends), note=note, unit="",

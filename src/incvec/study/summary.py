@@ -12,6 +12,7 @@ from typing import Any
 from incvec.records import find_records, read_record, title
 from incvec.study import style
 from incvec.study.figures import find_figures, read_figure
+from incvec.study.figures.canvas import number_of_seeds
 from incvec.study.paper import INCREMENTS, Comparison, Records, compare, not_run_notes, paper_tables
 from incvec.study.tables import Table, duration
 
@@ -61,9 +62,14 @@ def time_text(records: Records) -> str:
 
 
 def figure_text(folder: Path) -> str:
-    """The path figure with its numbers in words; one with interpolated BatchNorm statistics first."""
+    """The path figure with its numbers in words: first one with interpolated BatchNorm statistics, a mean over seeds
+    before one of a single seed."""
     figures = {file: read_figure(file) or {} for file in (find_figures([folder]) if folder.is_dir() else [])}
-    for file, data in sorted(figures.items(), key=lambda item: item[1].get("batchnorm") == "recalibrate"):
+
+    def order(item: tuple[Path, Mapping[str, Any]]) -> tuple[bool, int]:
+        return item[1].get("batchnorm") == "recalibrate", -number_of_seeds(item[1])
+
+    for file, data in sorted(figures.items(), key=order):
         picture = file.with_suffix(".png")
         if (data.get("kind"), data.get("dataset")) == ("path", DATASET) and picture.is_file():
             text = path_text(data) + recalibrated_text(data, figures.values())
@@ -78,9 +84,10 @@ def path_text(data: Mapping[str, Any]) -> str:
         old, barrier = curve["accuracy"]["old"], curve["barrier"]["accuracy"]["old"]
         name = style.label(title(curve))
         parts.append(f"{name} {min(old):.1f} at its lowest and {old[-1]:.1f} at the end (barrier {barrier:.1f})")
+    mean = f" (mean of {number_of_seeds(data)} seeds)" if number_of_seeds(data) > 1 else ""
     return (
         f"On the straight line from the model after task {first} to that after task {last}, accuracy on the first "
-        f"{'task' if first == 1 else 'tasks'} begins at {data['curves'][0]['accuracy']['old'][0]:.1f} %: "
+        f"{'task' if first == 1 else 'tasks'} begins at {data['curves'][0]['accuracy']['old'][0]:.1f} %{mean}: "
         f"{'; '.join(parts)}."
     )
 
@@ -91,7 +98,9 @@ def recalibrated_text(data: Mapping[str, Any], others: Iterable[Mapping[str, Any
     for other in others:
         if other.get("batchnorm") != "recalibrate" or any(other.get(key) != data.get(key) for key in same):
             continue
-        if data.get("batchnorm") == "interpolate" and [*map(title, other["curves"])] == [*map(title, data["curves"])]:
+        if data.get("batchnorm") != "interpolate" or number_of_seeds(other) != number_of_seeds(data):
+            continue
+        if [*map(title, other["curves"])] == [*map(title, data["curves"])]:
             barriers = ", ".join(f"{curve['barrier']['accuracy']['old']:.1f}" for curve in other["curves"])
             return f" With BatchNorm statistics re-estimated at every point, the barriers are {barriers}."
     return ""

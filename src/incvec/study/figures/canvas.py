@@ -57,10 +57,17 @@ def plot_marker(axes: Any, x: float, y: float, run: RunStyle, **options: Any) ->
     axes.plot([x], [y], **{"color": run.color, "marker": run.marker, "linestyle": "", "label": run.label, **options})
 
 
-def plot_band(axes: Any, x: Sequence[float], y: Sequence[float], errors: Sequence[float], color: str) -> None:
+def plot_band(axes: Any, x: Sequence[float], y: Sequence[float], errors: Sequence[float], color: Any) -> None:
     """One error below and above a line, shaded."""
     low, high = ([value + sign * e for value, e in zip(y, errors, strict=True)] for sign in (-1, 1))
     axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def label_band(axes: Any, data: Mapping[str, Any]) -> None:
+    """The entry of the legend for the bands of a figure that is a mean over seeds."""
+    if "sources" in data:
+        label = f"± one standard deviation over {number_of_seeds(data)} seeds"
+        axes.fill_between([], [], color=style.GRAY, alpha=0.3, linewidth=0, label=label)
 
 
 def legend_below(figure: Any, axes: Any, columns: int = 4) -> None:
@@ -114,7 +121,16 @@ def print_dollars(figure: Figure) -> None:
 
 
 def describe_evaluation(data: Mapping[str, Any]) -> str:
-    """`CIFAR-100; all test images; BatchNorm statistics interpolated`: part of the note of every geometry figure."""
+    """`CIFAR-100; all test images; BatchNorm statistics interpolated`: part of the note of every geometry figure.
+
+    `; mean of 3 seeds` is added if it is one (`incvec.study.figures.mean`).
+    """
     count = data["images_per_task"]
     images = "all test images" if count is None else f"at most {count} test images per task"
-    return f"{style.dataset(data['dataset'])}; {images}; BatchNorm statistics {data['batchnorm']}d"
+    mean = f"; mean of {number_of_seeds(data)} seeds" if "sources" in data else ""
+    return f"{style.dataset(data['dataset'])}; {images}; BatchNorm statistics {data['batchnorm']}d{mean}"
+
+
+def number_of_seeds(data: Mapping[str, Any]) -> int:
+    """How many seeds a path or curvature figure is the mean of (`incvec.study.figures.mean`)."""
+    return len(data.get("sources", [data]))

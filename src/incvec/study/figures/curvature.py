@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from incvec.study import style
-from incvec.study.figures.canvas import add_note, describe_evaluation, legend_below, new_figure, style_axes
+from incvec.study.figures.canvas import (
+    add_note,
+    describe_evaluation,
+    label_band,
+    legend_below,
+    new_figure,
+    plot_band,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,11 +42,14 @@ def draw_curvature(data: Mapping[str, Any]) -> Figure:
         for key, name, dashes in PREDICTIONS:
             if task[key] is not None:
                 axes.plot(task["x"], task[key], color=style.GRAY, dashes=dashes, linewidth=1.8, label=name)
+                plot_spread(axes, task, key, style.GRAY)
         axes.plot(task["x"], task["measured"], color=run.color, marker=run.marker, markersize=4, label="measured")
+        plot_spread(axes, task, "measured", run.color)
         style_axes(axes, f"On the path to task {task['task'] + 1}", "fraction of the path")
         axes.set_xticks([0, 0.5, 1], ["0", "½", "1"])
     for axes in panels[::columns]:
         axes.set_ylabel("change of the old\ntasks' test loss", fontsize=9.5)
+    label_band(panels[0], data)
     legend_below(below, panels[0])
     add_note(figure, f"{data['name']}, {describe_evaluation(data)}")
     return figure
@@ -56,6 +67,10 @@ def draw_layer_groups(figure: Any, tasks: list[Mapping[str, Any]]) -> None:
             color = colormaps[style.COLORMAP](0.9 * number / max(1, len(tasks) - 1))
             values = [task["parts"].get(name, {}).get(key) for name in groups]
             axes.plot(range(len(groups)), values, color=color, marker="o", label=f"task {task['task'] + 1}")
+            if "std" in task:
+                places = [place for place, value in enumerate(values) if value is not None]
+                errors = [task["std"]["parts"][groups[place]][key] for place in places]
+                plot_band(axes, places, [values[place] for place in places], errors, color)
     left.set_yscale("log")
     right.set_ylim(0.48, 1.02)
     style_axes(left, "Fisher of the new task relative to the past")
@@ -64,6 +79,12 @@ def draw_layer_groups(figure: Any, tasks: list[Mapping[str, Any]]) -> None:
         axes.set_xticks(range(len(groups)), labels, fontsize=9)
     columns = -(-len(tasks) // LEGEND_ROWS)
     right.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), ncols=columns)
+
+
+def plot_spread(axes: Any, task: Mapping[str, Any], key: str, color: str) -> None:
+    """The band of a line, if the figure is a mean over seeds."""
+    if "std" in task:
+        plot_band(axes, task["x"], task[key], task["std"][key], color)
 
 
 def layer_group_label(name: str) -> str:

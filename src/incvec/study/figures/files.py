@@ -29,11 +29,7 @@ def write_figure(data: Mapping[str, Any], stem: Path) -> list[Path]:
 
 def redraw(file: Path, stem: Path) -> list[Path]:
     """Draw the figure of a JSON file again, as `STEM.png` and `STEM.pdf`; needs neither snapshots nor data sets."""
-    data = read_figure(file)
-    if data is None:
-        raise DataError(
-            f"{file} is not the data of a figure: expected a JSON that `incvec study` wrote, of kind {', '.join(DRAW)}."
-        )
+    data = load_figure(file)
     try:
         return save(DRAW[data["kind"]](data), stem)
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -48,6 +44,16 @@ def read_figure(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read as JSON: {error}.") from None
     return data if isinstance(data, dict) and data.get("kind") in DRAW and "format" in data else None
+
+
+def load_figure(file: Path) -> dict[str, Any]:
+    """The numbers of a figure; anything else is refused."""
+    data = read_figure(file)
+    if data is None:
+        raise DataError(
+            f"{file} is not the data of a figure: expected a JSON that `incvec study` wrote, of kind {', '.join(DRAW)}."
+        )
+    return data
 
 
 def find_figures(paths: Iterable[Path]) -> list[Path]:

@@ -11,8 +11,10 @@ from incvec.study.figures.canvas import (
     add_note,
     colored_words,
     describe_evaluation,
+    label_band,
     legend_below,
     new_figure,
+    plot_band,
     plot_marker,
     plot_run,
     style_axes,
@@ -46,7 +48,11 @@ def draw_path(data: Mapping[str, Any]) -> Figure:
             barriers = []
             for curve, run in zip(data["curves"], styles, strict=True):
                 x, y = curve["distance" if by_distance else "x"], curve[metric][group]
-                height = f"{curve['barrier'][metric][group]:{'.1f' if metric == 'accuracy' else '.2f'}}"
+                decimals = ".1f" if metric == "accuracy" else ".2f"
+                height = f"{curve['barrier'][metric][group]:{decimals}}"
+                if "std" in curve:
+                    height += f" ± {curve['std']['barrier'][metric][group]:{decimals}}"
+                    plot_band(axes, x, y, curve["std"][metric][group], run.color)
                 barriers.append((f"{GLYPHS.get(run.marker, run.marker)} {height}", run.color))
                 plot_run(
                     axes, x, y, run, markevery=[len(x) - 1], markersize=run.size + 2, markeredgecolor="white",
@@ -55,11 +61,12 @@ def draw_path(data: Mapping[str, Any]) -> Figure:
                 start = f"model after task {first + 1}" if curve is data["curves"][-1] else ""
                 axes.plot(x[0], y[0], color="black", marker="o", markersize=5.5, linestyle="", label=start, zorder=4)
             text = f"Accuracy on {tasks}, %" if metric == "accuracy" else f"Loss on {tasks}"
-            text += "\n" if len(barriers) > MAX_BARRIERS_BESIDE_TITLE else ""
+            text += "\n" if len(barriers) > MAX_BARRIERS_BESIDE_TITLE or "sources" in data else ""
             x_label = DISTANCE if by_distance else SHARE
             style_axes(axes, text, x_label if row == 1 else "")
             colored_words(axes, [("barrier", style.NOTE_COLOR), *barriers])
-    legend_below(figure, panels[0][0])
+    label_band(panels[0][0], data)
+    legend_below(figure, panels[0][0], columns=3 if "sources" in data else 4)
     add_note(figure, describe_path(data))
     return figure
 
@@ -74,6 +81,11 @@ def draw_tradeoff(data: Mapping[str, Any]) -> Figure:
             x, y = curve["accuracy"]["old"], curve["accuracy"]["new"]
             axes.plot(x, y, color=run.color, linewidth=0.8, alpha=0.35)
             axes.scatter(x, y, color=run.color, s=16, alpha=0.8, linewidths=0)
+            if "std" in curve:
+                errors = curve["std"]["accuracy"]
+                axes.errorbar(
+                    x, y, errors["new"], errors["old"], fmt="none", ecolor=run.color, elinewidth=0.8, alpha=0.35
+                )
             if has_linear_fit(curve):
                 ends = [min(x), max(x)]
                 fitted = [curve["fit"]["intercept"] + curve["fit"]["slope"] * value for value in ends]
@@ -88,7 +100,8 @@ def draw_tradeoff(data: Mapping[str, Any]) -> Figure:
         highest = max(max(curve["accuracy"]["new"]) for curve in panel["curves"])
         axes.set_ylim(-0.04 * highest - 0.5, 1.08 * highest + 0.5)
         axes.legend(frameon=False, fontsize=8.5, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    add_note(figure, describe_path(panels[0]) + "; red edges: ends of the paths")
+    crosses = "; crosses: ± 1 std" if "sources" in panels[0] else ""
+    add_note(figure, describe_path(panels[0]) + "; red edges: ends of the paths" + crosses)
     return figure
 
 
@@ -100,7 +113,9 @@ def describe_fit(curve: Mapping[str, Any]) -> str:
     """`linear fit, slope −2.00, r² 0.95`; without the slope if the points are not on a line."""
     if not has_linear_fit(curve):
         return "no linear relation" + (f" (r² {r2:.2f})" if (r2 := curve["fit"]["r2"]) is not None else "")
-    return f"linear fit, slope {curve['fit']['slope']:.2f}".replace("-", "−") + f", r² {curve['fit']['r2']:.2f}"
+    slope = f"{curve['fit']['slope']:.2f}".replace("-", "−")
+    slope += f" ± {curve['std']['fit']['slope']:.2f}" if "std" in curve else ""
+    return f"linear fit, slope {slope}, r² {curve['fit']['r2']:.2f}"
 
 
 def curve_styles(curves: Sequence[dict[str, Any]]) -> list[RunStyle]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from incvec.study.figures.canvas import number_of_seeds
 from incvec.study.figures.path import MIN_R2, has_linear_fit
 from incvec.study.figures.plane import describe_starts
 from incvec.study.tables import Column, Table, make_row, number, percent
@@ -25,7 +26,7 @@ def path_table(data: Data) -> Table:
     note = (
         f"Straight lines from the model after task {first} to that after task {last}; accuracy on the tasks up to "
         f"{first} in percent. Barrier: the largest drop below the straight line between the ends. BatchNorm statistics "
-        f"{data.get('batchnorm', 'interpolate')}d."
+        f"{data.get('batchnorm', 'interpolate')}d." + mean_note(data)
     )
     title = f"From task {first} to task {last}: accuracy on the old tasks"
     return Table(["run", *map(Column, labels)], rows, title, note)
@@ -40,7 +41,7 @@ def tradeoff_table(data: Data) -> Table:
             slope = curve["fit"]["slope"] if has_linear_fit(curve) else None
             rows.append([curve["name"], tasks, *values, number(slope, ".3f"), number(curve["fit"]["r2"], ".3f")])
     title = "Linear fit of the accuracy on new classes to that on old ones"
-    note = f"Without a slope: r² is below {MIN_R2:g}, the points are not on a line."
+    note = f"Without a slope: r² is below {MIN_R2:g}, the points are not on a line." + mean_note(data["panels"][0])
     return Table(["run", "tasks", *map(Column, ("old, end", "new, end", "slope", "r²"))], rows, title, note)
 
 
@@ -73,7 +74,12 @@ def curvature_table(data: Data) -> Table:
         cells = [ratio, number(total["scale"], ".3f"), number(task["length"]), *losses]
         rows.append(make_row(str(task["task"] + 1), *cells))
     labels = ("F / past", "mean S", "distance", "½ d'Fd", "½ d'(B F)d", "measured")
-    return Table(["task", *map(Column, labels)], rows)
+    return Table(["task", *map(Column, labels)], rows, note=mean_note(data).strip())
+
+
+def mean_note(data: Data) -> str:
+    seeds = number_of_seeds(data)
+    return f" Means of {seeds} seeds; the JSON file has the standard deviations." if seeds > 1 else ""
 
 
 TABLES = {
