@@ -197,7 +197,7 @@ def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
 
 def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Path) -> None:
     values = {
-        "base_classes": "2", "order_seed": "7", "class_order": "[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]", "variant": "local",
+        "base_classes": "1", "order_seed": "7", "class_order": "[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]", "variant": "local",
         "device": "cpu", "precision": "fp32", "engine": "eager", "start": "there", "image_size": "16",
         "class_list": "cmc", "placement": "streamed", "held_out": "10", "stop_after": "1", "snapshots": "false",
         "sync_batchnorm": "false", "last_batch": "keep",
@@ -235,6 +235,9 @@ def test_every_run_with_every_seed(tmp_path: Path) -> None:
     assert names == [f"digits-{method}-3-s{seed}" for method in ("finetune", "replay") for seed in (0, 4)]
     result = invoke("sweep", str(file), "--seeds", "0-2", "--dry-run")
     assert result.output.count("to do") == 6
+    file.write_text("runs: [{method: finetune, tasks: [1, 2, 3, 6], stop_after: [1, 2], engine: [auto, eager]}]")
+    with pytest.raises(ConfigError, match="with --seeds: 16000 runs, expected at most 10000"):
+        plan(str(file), seeds="0-999")
 
 
 @pytest.mark.parametrize("name", sweeps())

@@ -18,12 +18,12 @@ from incvec.addons import ADDONS
 from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, option, say
 from incvec.cluster.job import is_address
 from incvec.config import RunConfig
-from incvec.engine.sweep import Check, data_key, default_at_once, expand_blocks, read_check, read_runs
+from incvec.engine.sweep import Check, check_count, data_key, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
 from incvec.methods import METHODS
 from incvec.presets import changed_settings, check_names, resolve, run_name, sweeps
 from incvec.presets.given import Given, parse_seeds
-from incvec.presets.streams import complete_stream
+from incvec.presets.streams import check_stream, complete_stream
 from incvec.study.runs import settings_text
 
 if TYPE_CHECKING:
@@ -327,6 +327,7 @@ def plan(
         if runs and not any(applies(setting, given) for _, given in runs):
             raise ConfigError(f"--set {setting}: no run of the sweep {name!r} has that method or add-on.")
     chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
+    check_count(len(runs) * len(chosen), f"the sweep {name!r} with --seeds")
     for location, given in runs:
         merged = Given()
         merged.update(given, location)
@@ -339,6 +340,7 @@ def plan(
                 tree, _ = complete_stream(tree, data_root)
             configs = [resolve({**tree, **seed}) for seed in chosen]
             check_names(configs[0])
+            check_stream(configs[0])
         except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from None
         planned |= {run_name(config): config for config in configs}
