@@ -114,7 +114,7 @@ def make_stream(n_classes: int, config: RunConfig, joint: bool = False) -> tuple
         tasks = split(n_classes, config.base_classes, config.tasks)
     if config.stop_after is not None and config.stop_after > len(tasks):
         raise ConfigError(
-            f"stop_after={config.stop_after}: the stream has {len(tasks)} task(s). Give 1 to {len(tasks)}, or leave it "
+            f"stop_after={config.stop_after}: the stream has {len(tasks)} tasks. Give 1 to {len(tasks)}, or leave it "
             "out."
         )
     return tasks

@@ -131,7 +131,7 @@ def expand_block(block: Mapping[str, Any], where: str = "a block") -> list[dict[
     count = 0
     for (i, method), (j, addons) in members:
         unused = components - {method, *addons}
-        fixed = {"method": [i], "addons": [j]} | dict.fromkeys(unused, [0])
+        fixed = {"method": [i], "addons": [j]} | {key: [0] for key in unused}
         positions = [fixed.get(key, range(len(choices))) for key, choices in axes.items()]
         count += math.prod(map(len, positions))
         check_count(count, where)
