@@ -87,7 +87,9 @@ def sweep(
     name: Annotated[
         str,
         typer.Argument(
-            help="A packaged sweep (see `incvec list sweeps`), or a YAML file.", autocompletion=complete_sweeps
+            metavar="SWEEP",
+            help="A packaged sweep (see `incvec list sweeps`), or a YAML file.",
+            autocompletion=complete_sweeps,
         ),
     ],
     data_root: DataRoot = None,
@@ -97,7 +99,10 @@ def sweep(
         int | None, typer.Option(min=1, help="Number of concurrent runs.", show_default="by the device's memory")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Train only runs whose name contains this text.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Train only runs whose folder's name contains this text.", show_default=False
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
