@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -132,6 +133,15 @@ class RunConfig(Settings):
     )
     sync_batchnorm: bool = Field(True, description="with several processes: BatchNorm statistics of the global batch")
     sections: dict[str, dict[str, Any]] = Field(default_factory=dict)
+
+    @field_validator("class_order")
+    @classmethod
+    def without_repetition(cls, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Refuse an order that has a class twice, whatever the data set."""
+        repeated = [str(each) for each, times in Counter(order or ()).items() if times > 1]
+        if repeated:
+            raise ValueError(f"expected every class once; it repeats {', '.join(repeated[:5])}")
+        return order
 
     def options(self, name: str, kind: type) -> Any:
         """The validated options of one section."""

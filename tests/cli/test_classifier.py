@@ -121,6 +121,19 @@ def test_info_and_undo(story: tuple[Path, dict[str, Result]]) -> None:
     assert "nothing was changed" in message(again)
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_info_of_an_incomplete_folder_prints_the_error_only(
+    options: tuple[str, ...], story: tuple[Path, dict[str, Result]], tmp_path: Path
+) -> None:
+    shutil.copytree(story[0] / "m", tmp_path / "m")
+    (photos,) = (tmp_path / "m").glob("photos-*.zip")
+    photos.unlink()
+    result = invoke("info", tmp_path / "m", *options)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert photos.name in message(result)
+
+
 def test_export_is_beside_the_model(story: tuple[Path, dict[str, Result]]) -> None:
     assert (story[0] / "m" / "export" / "m.safetensors").is_file()
 
@@ -149,6 +162,7 @@ def test_export_is_beside_the_model(story: tuple[Path, dict[str, Result]]) -> No
         (["export", "m", "--out", "m.xyz"], "m.xyz has no known ending; expected one of .onnx"),
         (["export", "task-00.safetensors", "--to", "onnx"], "--to: a snapshot becomes a model folder"),
         (["info", "nowhere"], "is not a model folder"),
+        (["learn", "first", "--out", "x", "--backbone", "tinny"], "error: unknown backbone 'tinny'. Did you mean"),
     ],
 )
 def test_errors(

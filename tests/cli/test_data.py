@@ -43,6 +43,18 @@ def test_packing_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None
     assert "does not exist" in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize("inside", ["", "store"])
+@pytest.mark.parametrize(("command", "what"), [("pack", "a packed store"), ("aircraft", "a data root")])
+def test_a_file_in_place_of_the_folder_to_write_is_refused(
+    command: str, what: str, inside: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    result = invoke("data", command, make_root(tmp_path / "images"), file / inside)
+    assert result.exit_code == 1
+    assert f"{file} is a file; {what} needs a folder. Give another one with DST." in message(result)
+
+
 def test_a_damaged_store_names_its_images(tmp_path: Path) -> None:
     store = make_store(make_root(tmp_path / "images"), tmp_path / "store").root
     (store / "train-00000.bin").write_bytes(bytes((store / "train-00000.bin").stat().st_size))

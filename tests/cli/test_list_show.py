@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from incvec.cli.main import app
 from tests.cli.conftest import invoke, message
 
 
@@ -31,6 +34,14 @@ def test_list_as_json_has_every_kind() -> None:
     assert all(name in text for kind, known in names.items() if kind != "presets" for name in known)
     assert len(text.splitlines()) <= 24  # one screen
     assert "https://arxiv.org/abs/2004.13513" in invoke("list", "methods").stdout
+
+
+def test_list_fits_a_narrow_terminal() -> None:
+    text = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["list"]).stdout
+    assert max(map(len, text.splitlines())) < 80
+    *_, hint = text.splitlines()
+    for command in re.findall("`incvec (.+?)`", hint):
+        assert invoke(*command.split()).exit_code == 0, command
 
 
 def test_list_describes_one_component() -> None:

@@ -49,6 +49,8 @@ def test_help_texts_are_wrapped_by_the_terminal() -> None:
         lines = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["run", "--help"]).stdout.splitlines()
         first = next(number for number, line in enumerate(lines) if "Settings that are not given" in line)
         assert columns - 20 < len(lines[first].rstrip()) <= columns
+    lines = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["--help"]).stdout.splitlines()
+    assert " oracle, and study the results." in map(str.rstrip, lines)
 
 
 def test_summaries_of_commands_are_those_of_their_help() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from incvec.cli import progress
-from incvec.cli.progress import LiveDisplay, LogDisplay, RunStatus, TotalEstimate, follow, follow_sweep
+from incvec.cli.progress import LiveDisplay, LogDisplay, RunStatus, TotalEstimate, follow, follow_sweep, short_names
 from incvec.engine import events as ev
 from incvec.engine.scheduler import Requeued
 
@@ -125,6 +125,22 @@ def test_sweep_has_an_estimate_for_each_run_and_for_all(monkeypatch: pytest.Monk
         r"1/3 finished; about 2 min (\d\d) s left in all; b task 1 main 1/2 60 %, 33 s left", estimates[0]
     )
     assert found is not None, estimates[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ["digits-podnet-3-s0-net-small-b2de", "digits-podnet+ivt-3-s1-net-small-b2de"],
+            ["podnet-s0", "podnet+ivt-s1"],
+        ),
+        (["digits-podnet-3-s0", "digits-podnet-3-s0-interval5"], ["digits-podnet-3-s0", "interval5"]),
+        (["digits-podnet-3-s0"], ["digits-podnet-3-s0"]),
+        (["a-b-c", "a-c-b", "a-b-d-c"], ["a-b-c", "a-c-b", "a-b-d-c"]),  # short ones would be the same
+    ],
+)
+def test_short_names_have_what_differs(names: list[str], expected: list[str]) -> None:
+    assert short_names(names) == expected
 
 
 def test_failed_runs_do_not_count_as_work_that_is_left() -> None:

@@ -57,10 +57,10 @@ def test_clip_sweeps_have_the_runs_of_the_papers_table(name: str, expected: floa
     assert {o["lr"] for o, c in zip(own, configs, strict=True) if c.method != "rapf"} == {5e-6}
     result = invoke("sweep", name, "--dry-run")
     assert result.exit_code == 0
-    first, second = result.output.splitlines()[:2]
-    assert first.startswith("check")
-    assert f"{expected}, within 1.0" in first
-    assert "zeroshot" in second
+    _, check, first = result.output.splitlines()[:3]
+    assert check.startswith("check: LA of ")
+    assert f"{expected}, within 1.0" in check
+    assert "zeroshot" in first
 
 
 def test_lite_sweeps_have_the_same_rows_with_another_model() -> None:
@@ -197,7 +197,7 @@ def test_dry_run_prints_changed_settings_as_yaml(tmp_path: Path) -> None:
 
 def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Path) -> None:
     values = {
-        "base_classes": "2", "order_seed": "7", "class_order": "[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]", "variant": "local",
+        "base_classes": "1", "order_seed": "7", "class_order": "[9, 8, 7, 6, 5, 4, 3, 2, 1, 0]", "variant": "local",
         "device": "cpu", "precision": "fp32", "engine": "eager", "start": "there", "image_size": "16",
         "class_list": "cmc", "placement": "streamed", "held_out": "10", "stop_after": "1", "snapshots": "false",
         "sync_batchnorm": "false", "last_batch": "keep",
@@ -211,8 +211,30 @@ def test_dry_run_prints_every_setting_that_changes_the_folder_name(tmp_path: Pat
         file.write_text(f"runs: [{{method: finetune, dataset: {dataset}}}]")
         shown = dry_run(str(file), tmp_path, f"{key}={value}")
         word = value if key == "variant" else f"(no-)?{key}"
-        assert re.match(rf"to do    {dataset}-finetune-\d-s0-{word}", shown), key
-        assert f"{key} {value}" in shown or f" {key}={value}" in shown
+        assert re.search(rf"\nto do    finetune  {dataset}-finetune-\d-s0-{word}", shown), key
+        assert f" {key}={value}" in shown.splitlines()[0]
+
+
+def test_dry_run_prints_common_settings_once(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "runs: [{method: podnet, addons: [[], [ivt]], seed: [0, 1], base_classes: 1, podnet: {epochs: 7}, "
+        "ivt: {interval: 2}}]"
+    )
+    name = "digits-podnet+ivt-3-s1-base_classes1-epochs7-interval2"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "record.json").touch()
+    common, *runs = dry_run(str(file), tmp_path).splitlines()
+    assert common == (
+        f"4 run(s) in {tmp_path}, all with dataset=digits, tasks=3, device=auto, engine=auto, base_classes=1, "
+        "podnet.epochs=7"
+    )
+    assert runs == [
+        "to do    podnet, seed=0                      digits-podnet-3-s0-base_classes1-epochs7",
+        "to do    podnet, seed=1                      digits-podnet-3-s1-base_classes1-epochs7",
+        "to do    podnet+ivt, seed=0, ivt.interval=2  digits-podnet+ivt-3-s0-base_classes1-epochs7-interval2",
+        f"finished podnet+ivt, seed=1, ivt.interval=2  {name}",
+    ]
 
 
 def test_section_of_an_addon_applies_to_the_runs_that_have_it(tmp_path: Path) -> None:
@@ -235,6 +257,9 @@ def test_every_run_with_every_seed(tmp_path: Path) -> None:
     assert names == [f"digits-{method}-3-s{seed}" for method in ("finetune", "replay") for seed in (0, 4)]
     result = invoke("sweep", str(file), "--seeds", "0-2", "--dry-run")
     assert result.output.count("to do") == 6
+    file.write_text("runs: [{method: finetune, tasks: [1, 2, 3, 6], stop_after: [1, 2], engine: [auto, eager]}]")
+    with pytest.raises(ConfigError, match="with --seeds: 16000 runs, expected at most 10000"):
+        plan(str(file), seeds="0-999")
 
 
 @pytest.mark.parametrize("name", sweeps())

@@ -176,10 +176,12 @@ def test_attach_or_stop(tmp_path: Path) -> None:
 
 def test_dry_run_finds_what_is_in_the_storage(tmp_path: Path) -> None:
     given = ["sweep", "digits", "--on", "ray", "--storage", tmp_path, "--dry-run"]
-    folder = invoke(*given).stdout.split()[2]
+    folder = invoke(*given).stdout.splitlines()[1].split()[-1]
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "record.json").touch()
-    assert invoke(*given).stdout.startswith(f"finished {folder}")
+    line = invoke(*given).stdout.splitlines()[1]
+    assert line.startswith("finished")
+    assert line.endswith(folder)
 
 
 @pytest.mark.parametrize("option", ["--attach", "--stop"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from pydantic import Field
 
 from incvec.data import DATASETS, DatasetEntry, DatasetOptions, load_dataset
+from incvec.data.class_lists import CLASS_LISTS
 from incvec.data.dataset import Dataset
+from incvec.data.packed import EXPECTED
 from incvec.errors import ConfigError, DataError, IncvecError, nearest
 
 
@@ -48,6 +51,13 @@ def test_every_entry_has_a_summary_and_a_source() -> None:
     for entry in DATASETS.values():
         assert entry.summary
         assert "https://" in entry.source
+
+
+def test_numbers_of_classes_that_are_known_without_data() -> None:
+    assert DATASETS["digits"].classes == load_dataset("digits").n_classes
+    for name, expected in EXPECTED.items():
+        assert DATASETS[name].classes == expected.classes
+        assert expected.class_list is None or len(CLASS_LISTS[expected.class_list].classes) == expected.classes
 
 
 def test_unknown_names_suggest_the_nearest() -> None:
@@ -108,6 +118,14 @@ def test_other_packages_register_data_sets(registered: str) -> None:
 def test_a_missing_data_root_is_explained(name: str) -> None:
     with pytest.raises(DataError, match=r"needs a data root: .* --data-root DIR or the variable INCVEC_DATA"):
         load_dataset(name)
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_file_as_data_root_is_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "data.tar"
+    file.touch()
+    with pytest.raises(DataError, match=rf"data\.tar is a file: expected the folder with the files of '{name}'"):
+        load_dataset(name, file)
 
 
 def test_nearest() -> None:

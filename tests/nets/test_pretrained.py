@@ -75,6 +75,10 @@ def test_unknown_names_and_unfit_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.pth").write_bytes(b"no")
     with pytest.raises(DataError, match=r"b\.pth cannot be read as weights"):
         load_weights("lite0", tmp_path / "b.pth")
+    for empty in ("empty.pth", "empty.safetensors"):
+        (tmp_path / empty).touch()
+        with pytest.raises(DataError, match=f"{empty} cannot be read as weights: the file is empty. Expected"):
+            load_weights("lite0", tmp_path / empty)
     with pytest.raises(DataError, match="no file of weights"):
         load_weights("lite0", tmp_path / "c.pth")
 

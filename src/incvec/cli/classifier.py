@@ -353,6 +353,7 @@ def info(
 
     folder = ModelFolder(model)
     description = folder.read()
+    kept = kept_line(description, folder.size())  # before anything is printed: a file may be missing
     if as_json:
         typer.echo(json.dumps(description.model_dump(mode="json", exclude={"previous"}), indent=1, ensure_ascii=False))
         return
@@ -368,7 +369,7 @@ def info(
         cells = (str(number + 1), entry.when[:16].replace("T", " "), str(entry.photos), names, share(*then))
         table.add_row(*map(Text, cells), Text(share(*now[number])))
     Console().print(table)
-    say(kept_line(description, folder.size()))
+    say(kept)
     if folder.working.is_dir():
         say("An unfinished `learn` is in the folder: give its command again to finish it.")
     if description.previous is not None:

@@ -30,6 +30,7 @@ PluginFiles = Annotated[
         metavar="FILE",
         help="Python file that registers methods, add-ons or data sets. Repeat for several files.",
         show_default=False,
+        rich_help_panel="Extensions",
     ),
 ]
 SeedList = Annotated[

@@ -9,22 +9,20 @@ from contextlib import closing, contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from statistics import median_low
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from PIL import Image
 from rich.console import Console
 
 from incvec.cli.common import say
 from incvec.cli.steps import Steps
-from incvec.data import aircraft, check
 from incvec.data.class_lists import CLASS_LISTS, find_class_list
-from incvec.data.image_files import quiet_pillow
-from incvec.data.layouts import LAYOUTS, list_images
-from incvec.data.listing import Listing
-from incvec.data.store.open import UNREADABLE, format_bytes
-from incvec.data.store.write import pack
+from incvec.declarations import declared
+from incvec.errors import check_out
 from incvec.study.tables import duration
+
+if TYPE_CHECKING:
+    from incvec.data.listing import Listing
 
 SAMPLED = 20  # images whose size is read before packing
 
@@ -35,6 +33,7 @@ class Unreadable(StrEnum):
 
 
 app = typer.Typer(no_args_is_help=True, help="Check, pack and copy data sets.")
+LAYOUTS = declared("incvec.data.layouts", "LAYOUTS")
 LayoutName = StrEnum("LayoutName", {name.replace("-", "_"): name for name in LAYOUTS})  # type: ignore[misc]
 
 
@@ -83,6 +82,10 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def upscaling_warning(listing: Listing, size: int) -> str | None:
     """A warning if most images are smaller than the size they are stored with, from a sample of them."""
+    from PIL import Image
+
+    from incvec.data.image_files import quiet_pillow
+
     sides = []
     for file, _ in listing.train[:: max(1, len(listing.train) // SAMPLED)][:SAMPLED]:
         with suppress(Exception), quiet_pillow(), Image.open(file) as image:  # packing reports unreadable images
@@ -100,6 +103,8 @@ def data_check(
     ],
 ) -> None:
     """Verify a data set: checksums of CIFAR-100 or a packed store, every image of FGVC-Aircraft or class folders."""
+    from incvec.data.datasets import check
+
     with closing(ImageProgress("checking", Console(stderr=True))) as progress:
         lines = check(folder, progress)
     for line in lines:
@@ -134,7 +139,13 @@ def data_pack(
     Interrupted at any time, the same command resumes. Images are rotated according to their EXIF orientation and
     converted to RGB; the short side is resized to --size and the center square is stored.
     """
+    check_out(store.expanduser(), "a packed store", "DST")
     class_list = None if classes is None else find_class_list(classes)
+
+    from incvec.data.layouts import list_images
+    from incvec.data.store.open import UNREADABLE, format_bytes
+    from incvec.data.store.write import pack
+
     listing = list_images(source, None if layout is None else layout.value, class_list, ground_truth)
     total = len(listing.train) + len(listing.test)
     say(
@@ -183,6 +194,10 @@ def data_aircraft(
 
     An .npz has `label`, `is_test`, `class_names`, the bytes of the files (`webp`, `jpg` or `png`) and their `offsets`.
     """
+    check_out(root.expanduser(), "a data root", "DST")
+
+    from incvec.data import aircraft
+
     names = None if variants is None else aircraft.read_lines(variants)
     for line in aircraft.copy(source.expanduser(), root.expanduser(), names):
         say(line)

@@ -204,7 +204,7 @@ def print_overview(console: Console) -> None:
             break_on_hyphens=False,
         )  # fmt: skip
         console.print(Text(f"{kind:9}", "bold").append(text[9:], "cyan"), soft_wrap=True, highlight=False)
-    say("`incvec list KIND` adds a summary of each, `incvec list KIND NAME` describes one.", style="dim")
+    say("`incvec list methods` has summaries, `incvec list methods podnet` its options.", style="dim")
 
 
 def print_entries(found: Iterable[Entry], console: Console) -> None:

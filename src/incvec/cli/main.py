@@ -198,7 +198,9 @@ def root(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Class-incremental learning with increment vectors.
+    """Class-incremental learning with Increment Vector Transformation (IVT).
+
+    Make a classifier of your own photos that keeps learning classes.
 
     Train any method with or without IVT and other add-ons, compare it with its oracle, and study the results.
     """

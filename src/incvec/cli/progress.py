@@ -168,6 +168,7 @@ class RunStatus:
     seconds_left: float | None = None
     accuracy: str = ""
     error: str = ""
+    short: str = ""  # what distinguishes its name from those of the others
 
     def update(self, event: ev.Event) -> None:
         match event:
@@ -200,7 +201,15 @@ class RunStatus:
 
     def summary(self) -> str:
         left = "" if self.seconds_left is None else f", {duration(self.seconds_left)} left"
-        return f"{self.name} {self.stage} {100 * self.fraction:.0f} %{left}"
+        return f"{self.short or self.name} {self.stage} {100 * self.fraction:.0f} %{left}"
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of runs without the words that all of them have; a name that has no others is left as it is."""
+    words = [name.split("-") for name in names]
+    common = set(words[0]).intersection(*words)
+    short = ["-".join(word for word in each if word not in common) for each in words]
+    return [one or name for one, name in zip(short, names, strict=True)] if len({*short}) == len(names) else [*names]
 
 
 def status_table(runs: Sequence[RunStatus], title: str) -> Table:
@@ -251,7 +260,7 @@ def follow_sweep(
     Both have an estimate for every run in training and one for all together. `nodes` describes the machines, if there
     are several.
     """
-    runs = [RunStatus(name) for name in names]
+    runs = [RunStatus(name, short=short) for name, short in zip(names, short_names(names), strict=True)]
     estimate = TotalEstimate(runs)
     live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
     if live:

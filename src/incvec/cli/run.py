@@ -53,6 +53,8 @@ A file given with --config contains the same settings as YAML: [italic]method: p
 [italic]ivt: {interval: 5}[/italic]. Precedence, highest first: --set, the other options, the file, the preset. \
 --dry-run prints such a file, with the origin of every value."""
 
+METHOD_HELP = "Method, such as podnet; see `incvec list methods`. Required, here or in the file of --config."
+DATASET_HELP = "Data set; see `incvec list datasets`."
 ADDON_HELP = "Add-on, such as ivt; see `incvec list addons`. Repeat for several, applied in this order."
 ORACLE_HELP = "Train the oracle: all images of the classes seen so far instead of the exemplar memory."
 TASKS_HELP = "Number of incremental tasks after the base task; of all tasks if there is no base task."
@@ -73,15 +75,17 @@ def register(app: typer.Typer) -> None:
 
 def run(
     method: Annotated[
-        str | None, option("Experiment", "Method; see `incvec list methods`.", autocompletion=complete_methods)
+        str | None, option("Experiment", METHOD_HELP, metavar="NAME", autocompletion=complete_methods)
     ] = None,
-    addon: Annotated[list[str] | None, option("Experiment", ADDON_HELP, autocompletion=complete_addons)] = None,
+    addon: Annotated[
+        list[str] | None, option("Experiment", ADDON_HELP, metavar="NAME", autocompletion=complete_addons)
+    ] = None,
     oracle: Annotated[bool, option("Experiment", ORACLE_HELP, "--oracle")] = False,
     base_classes: Annotated[int | None, option("Experiment", BASE_HELP, default="from the preset")] = None,
     tasks: Annotated[int | None, option("Experiment", TASKS_HELP, default="from the preset")] = None,
     seed: Annotated[int | None, option("Experiment", "Training seed.", default="0")] = None,
     seeds: SeedList = None,
-    variant: Annotated[str | None, option("Experiment", VARIANT_HELP, default="paper")] = None,
+    variant: Annotated[str | None, option("Experiment", VARIANT_HELP, metavar="NAME", default="paper")] = None,
     config: Annotated[Path | None, option("Experiment", "YAML file with settings.")] = None,
     settings: Annotated[list[str] | None, option("Experiment", SET_HELP, "--set", metavar="KEY=VALUE")] = None,
     plugin: PluginFiles = None,
@@ -91,7 +95,7 @@ def run(
     memory: Annotated[int | None, option("Training", "Exemplars per class.", default="from the preset")] = None,
     dataset: Annotated[
         str | None,
-        option("Data", "Data set; see `incvec list datasets`.", default="digits", autocompletion=complete_datasets),
+        option("Data", DATASET_HELP, metavar="NAME", default="digits", autocompletion=complete_datasets),
     ] = None,
     data_root: DataRoot = None,
     download: Annotated[bool, option("Data", "Download the data set if it is missing.", "--download")] = False,

@@ -50,7 +50,8 @@ def register(app: typer.Typer) -> None:
 
 def show(
     record: Annotated[
-        list[Path] | None, typer.Argument(help="Records, or folders that contain records.", show_default="runs")
+        list[Path] | None,
+        typer.Argument(metavar="RECORD", help="Folders of runs, or their record.json.", show_default="runs"),
     ] = None,
     sort: Annotated[Order, typer.Option(metavar="COLUMN", help=SORT_HELP)] = Order.run,
     each: Annotated[bool, typer.Option("--each", help="One row per run, also if there are several seeds.")] = False,

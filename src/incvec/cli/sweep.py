@@ -18,12 +18,12 @@ from incvec.addons import ADDONS
 from incvec.cli.common import DataRoot, PluginFiles, SeedList, complete_sweeps, is_torchrun, load_plugins, option, say
 from incvec.cluster.job import is_address
 from incvec.config import RunConfig
-from incvec.engine.sweep import Check, data_key, default_at_once, expand_blocks, read_check, read_runs
+from incvec.engine.sweep import Check, check_count, data_key, default_at_once, expand_blocks, read_check, read_runs
 from incvec.errors import ConfigError, check_out, nearest
 from incvec.methods import METHODS
 from incvec.presets import changed_settings, check_names, resolve, run_name, sweeps
 from incvec.presets.given import Given, parse_seeds
-from incvec.presets.streams import complete_stream
+from incvec.presets.streams import check_stream, complete_stream
 from incvec.study.runs import settings_text
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ stands for six runs: the section of an add-on applies to the runs that have it."
 
 # Settings that do not change the experiment, but the name of the run's folder.
 HANDLING = ("placement", "snapshots")
+LABEL_WIDTH = 80  # characters of the column that describes a run, in the output of --dry-run
 
 ON_HELP = "Where to train: on this machine, on a Ray cluster, or on Ray inside a Slurm job."
 ADDRESS_HELP = "Ray cluster, such as 10.0.0.1:6379; auto: the one that `ray start` started on this machine."
@@ -86,7 +87,9 @@ def sweep(
     name: Annotated[
         str,
         typer.Argument(
-            help="A packaged sweep (see `incvec list sweeps`), or a YAML file.", autocompletion=complete_sweeps
+            metavar="SWEEP",
+            help="A packaged sweep (see `incvec list sweeps`), or a YAML file.",
+            autocompletion=complete_sweeps,
         ),
     ],
     data_root: DataRoot = None,
@@ -96,7 +99,10 @@ def sweep(
         int | None, typer.Option(min=1, help="Number of concurrent runs.", show_default="by the device's memory")
     ] = None,
     only: Annotated[
-        str | None, typer.Option(help="Train only runs whose name contains this text.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Train only runs whose folder's name contains this text.", show_default=False
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -327,6 +333,7 @@ def plan(
         if runs and not any(applies(setting, given) for _, given in runs):
             raise ConfigError(f"--set {setting}: no run of the sweep {name!r} has that method or add-on.")
     chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
+    check_count(len(runs) * len(chosen), f"the sweep {name!r} with --seeds")
     for location, given in runs:
         merged = Given()
         merged.update(given, location)
@@ -339,6 +346,7 @@ def plan(
                 tree, _ = complete_stream(tree, data_root)
             configs = [resolve({**tree, **seed}) for seed in chosen]
             check_names(configs[0])
+            check_stream(configs[0])
         except ConfigError as error:
             raise ConfigError(f"{location}: {error}") from None
         planned |= {run_name(config): config for config in configs}
@@ -362,15 +370,28 @@ def checked_run(check: Check, planned: Plan) -> tuple[str, RunConfig]:
 
 
 def print_plan(planned: Plan, check: Check | None, out: Path, console: Console) -> None:
-    """Print every run with its state and the settings that differ from its presets."""
+    """Print the settings that all runs have in common, then each run: its state, what differs, and its folder."""
+    settings = [plan_settings(config) for _, config in planned]
+    common = {key: value for key, value in settings[0].items() if all(s.get(key, ...) == value for s in settings)}
+    say(f"{len(planned)} run(s) in {out}, all with {settings_text(common)}", console=console)
     if check is not None:
-        say(f"check    {check.metric} of {planned[0][0]}: {check.expected}, within {check.within}", console=console)
-    for folder, config in planned:
+        say(f"check: {check.metric} of {planned[0][0]} is {check.expected}, within {check.within}", console=console)
+    labels = []
+    for (_, config), each in zip(planned, settings, strict=True):
+        differing = settings_text({key: value for key, value in each.items() if key not in common})
+        labels.append(", ".join(filter(None, ("+".join([config.method, *config.addons]), differing))))
+    width = min(max(map(len, labels)), LABEL_WIDTH)
+    for (folder, _), label in zip(planned, labels, strict=True):
         state = "finished" if (out / folder / "record.json").exists() else "to do"
-        resolved = config.resolved()
-        changed = changed_settings(resolved) | {key: resolved[key] for key in HANDLING if key in resolved}
-        text = f"{state:8} {folder}  (device {config.device}, engine {config.engine}) {settings_text(changed)}"
-        say(text.rstrip(), console=console)
+        say(f"{state:8} {label:{width}}  {folder}", console=console)
+
+
+def plan_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings of a run that identify it among others: those of its name, and those that are not its presets'."""
+    resolved = config.resolved()
+    named = {key: resolved[key] for key in ("dataset", "tasks", "seed", "device", "engine")}
+    oracle = {"oracle": True} if config.oracle else {}
+    return named | oracle | changed_settings(resolved) | {key: resolved[key] for key in HANDLING if key in resolved}
 
 
 def load_data(planned: Plan, data_root: Path | None, device: torch.device) -> dict[str, Dataset]:

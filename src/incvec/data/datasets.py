@@ -30,6 +30,7 @@ class DatasetEntry:
     load: Callable[[Root, Any], Dataset]  # from the data root and the validated options
     Options: type[DatasetOptions] = DatasetOptions
     download: Callable[[Root], None] | None = None
+    classes: int | None = None  # their number, if it is the same for every data root without a `class_list`
     # The number of classes, without reading images, if it depends on the data root: a stream is then cut to fit.
     count_classes: Callable[[Root, Any], int] | None = None
 
@@ -54,12 +55,14 @@ BUILTINS = {
         "https://www.cs.toronto.edu/~kriz/cifar.html",
         lambda root, _: _module("cifar").load(root),
         download=lambda root: _module("cifar").download(root),
+        classes=100,
     ),
     "digits": DatasetEntry(
         "scikit-learn's 1,797 handwritten digits, 8 x 8, 10 classes; embedded, no download",
         "Alpaydin and Kaynak, Optical recognition of handwritten digits, UCI repository, 1998, "
         "https://doi.org/10.24432/C50P49",
         lambda root, _: _module("digits").load(),
+        classes=10,
     ),
     "folder": DatasetEntry(
         "your own images: train/ and test/ (or val/) with one folder per class, or one folder split by a rule",
@@ -74,18 +77,21 @@ BUILTINS = {
         "Deng et al., ImageNet: a large-scale hierarchical image database, 2009, https://www.image-net.org",
         _load_packed("imagenet-subset"),
         SubsetOptions,
+        classes=100,
     ),
     "imagenet": DatasetEntry(
         "ImageNet (ILSVRC 2012): 1.28 million training and 50,000 validation images, 1,000 classes; a packed store",
         "Russakovsky et al., ImageNet large scale visual recognition challenge, 2015, https://arxiv.org/abs/1409.0575",
         _load_packed("imagenet"),
         StoreOptions,
+        classes=1000,
     ),
     "tiny-imagenet-100": DatasetEntry(
         "100 of Tiny-ImageNet's 200 classes: 50,000 training and 5,000 validation images, 64 x 64, packed or as files",
         "Le and Yang, Tiny ImageNet visual recognition challenge, 2015, https://cs231n.stanford.edu/tiny-imagenet-200.zip",
         _load_packed("tiny-imagenet-100"),
         SubsetOptions,
+        classes=100,
     ),
     "packed": DatasetEntry(
         "any packed store of your own images, made by the command data pack",
@@ -124,6 +130,8 @@ def dataset_options(name: str, given: Mapping[str, Any]) -> DatasetOptions:
 def load_dataset(name: str, root: Root = None, download: bool = False, **options: Any) -> Dataset:
     """The data set `name`, with its options (`image_size`, `held_out`, ...: see the `Options` of its entry)."""
     entry, validated = find_dataset(name), dataset_options(name, options)
+    if root is not None and Path(root).expanduser().is_file():
+        raise DataError(f"the data root {root} is a file: expected the folder with the files of {name!r}.")
     if download:
         if entry.download is None:
             able = ", ".join(repr(other) for other, each in DATASETS.items() if each.download is not None)

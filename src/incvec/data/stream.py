@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 
 from incvec.contracts import Task
 from incvec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from incvec.config import RunConfig
 
 
 def class_order(n_classes: int, seed: int | None = None, order: Sequence[int] | None = None) -> list[int]:
@@ -90,10 +95,29 @@ def make_tasks(n_classes: int, sizes: Sequence[int]) -> tuple[Task, ...]:
             f"tasks of {list(sizes)} classes for {n_classes} classes: expected numbers of 1 or more that add up to "
             f"{n_classes}"
         )
-    lasts = np.cumsum(sizes).tolist()
     return tuple(
-        Task(index=i, first=last - size, last=last) for i, (size, last) in enumerate(zip(sizes, lasts, strict=True))
+        Task(index=i, first=last - size, last=last)
+        for i, (size, last) in enumerate(zip(sizes, accumulate(sizes), strict=True))
     )
+
+
+def make_stream(n_classes: int, config: RunConfig, joint: bool = False) -> tuple[Task, ...]:
+    """The tasks that a run's settings define; a single one for a method that is `joint`.
+
+    `stop_after` is checked only: methods know the whole stream, and a shorter run is the start of the whole one.
+    """
+    if joint:
+        tasks = split(n_classes, n_classes, 0)
+    elif config.task_sizes is not None:
+        tasks = make_tasks(n_classes, config.task_sizes)
+    else:
+        tasks = split(n_classes, config.base_classes, config.tasks)
+    if config.stop_after is not None and config.stop_after > len(tasks):
+        raise ConfigError(
+            f"stop_after={config.stop_after}: the stream has {len(tasks)} tasks. Give 1 to {len(tasks)}, or leave it "
+            "out."
+        )
+    return tasks
 
 
 def relabel(labels: Tensor, order: Sequence[int]) -> Tensor:

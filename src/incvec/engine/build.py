@@ -13,10 +13,10 @@ import torch
 from incvec.addons import find_addon
 from incvec.config import RunConfig
 from incvec.contracts import AddOn, Method, Stage, Task, World
-from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel, split
+from incvec.data import Dataset, ImageSource, class_order, make_source, make_views, relabel
 from incvec.data.image_files import available_memory
 from incvec.data.memory import quota
-from incvec.data.stream import make_tasks
+from incvec.data.stream import make_stream
 from incvec.data.views import CROP_AREA, ResizedViews
 from incvec.engine.seeds import derive
 from incvec.errors import ConfigError, TrainingError
@@ -102,18 +102,8 @@ def build(config: RunConfig, dataset: Dataset, generator: torch.Generator, devic
     options = config.options(config.method, kind.Options)
     n_classes = len(dataset.class_names)
     order = class_order(n_classes, config.order_seed, config.class_order)
-    if kind.joint:
-        tasks = split(n_classes, n_classes, 0)
-    elif config.task_sizes is not None:
-        tasks = make_tasks(n_classes, config.task_sizes)
-    else:
-        tasks = split(n_classes, config.base_classes, config.tasks)
-    if config.stop_after is not None and config.stop_after > len(tasks):
-        raise ConfigError(
-            f"stop_after={config.stop_after}: the stream has {len(tasks)} tasks. Give 1 to {len(tasks)}, or leave it "
-            "out."
-        )
-    trained = tasks[: config.stop_after]  # methods know the whole stream: a shorter run is the start of the whole one
+    tasks = make_stream(n_classes, config, kind.joint)
+    trained = tasks[: config.stop_after]
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -104,20 +104,53 @@ def expand_blocks(blocks: Sequence[Any], source: str) -> list[tuple[str, dict[st
         where = f"{source}, block {number} of `runs`"
         if not isinstance(block, Mapping):
             raise ConfigError(f"{where}: expected a mapping of settings, given was {shorten(block)}.")
-        expanded = list(expand(block, where))
-        for given in expanded:
-            if not isinstance(given.get("method"), str):
-                raise ConfigError(f"{where}: method = {shorten(given.get('method'))} is not possible: expected a name.")
-        for given in drop_unused_sections(expanded):
+        for given in expand_block(block, where):
             runs.setdefault(digest(given), (where, given))
-            if len(runs) > MAX_RUNS:
-                raise ConfigError(f"{where}: the lists have more than {MAX_RUNS} combinations. Divide the sweep.")
+        check_count(len(runs), where)
     return list(runs.values())
 
 
-def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") -> Iterator[dict[str, Any]]:
-    """All combinations of the values in the block's lists. The last key varies fastest."""
-    axes: list[list[tuple[str, Any]]] = []
+def check_count(count: int, where: str) -> None:
+    if count > MAX_RUNS:
+        raise ConfigError(f"{where}: {count} runs, expected at most {MAX_RUNS}. Divide the sweep.")
+
+
+def expand_block(block: Mapping[str, Any], where: str = "a block") -> list[dict[str, Any]]:
+    """All combinations of the values in the block's lists. The last key varies fastest.
+
+    A run has no sections of methods and add-ons that only other runs of the block have.
+    """
+    axes = read_axes(block, where)
+    for method in axes.get("method", [None]):
+        if not isinstance(method, str):
+            raise ConfigError(f"{where}: method = {shorten(method)} is not possible: expected a name.")
+    members = list(itertools.product(enumerate(axes["method"]), enumerate(axes.get("addons", [()]))))
+    names = set().union(*({method, *addons} for (_, method), (_, addons) in members))
+    components = names & {*METHODS, *ADDONS}  # a section that no run has stays, and is refused
+    runs: dict[tuple[int, ...], dict[str, Any]] = {}  # by the positions of their values
+    count = 0
+    for (i, method), (j, addons) in members:
+        unused = components - {method, *addons}
+        fixed = {"method": [i], "addons": [j]} | {key: [0] for key in unused}
+        positions = [fixed.get(key, range(len(choices))) for key, choices in axes.items()]
+        count += math.prod(map(len, positions))
+        check_count(count, where)
+        for chosen in itertools.product(*positions):
+            pairs = zip(axes, chosen, strict=True)
+            runs[chosen] = {key: axes[key][position] for key, position in pairs if key not in unused}
+    return [runs[chosen] for chosen in sorted(runs)]
+
+
+def expand_section(section: Mapping[str, Any], where: str, name: str) -> list[dict[str, Any]]:
+    """All combinations of the values in the section's lists."""
+    axes = read_axes(section, where, name)
+    check_count(math.prod(map(len, axes.values())), where)
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def read_axes(block: Mapping[str, Any], where: str, section: str = "") -> dict[str, list[Any]]:
+    """The values that each setting of a block, or of a section, is varied over."""
+    axes: dict[str, list[Any]] = {}
     for key, value in block.items():
         name = f"{section}.{key}" if section else key
         if not isinstance(key, str):
@@ -136,25 +169,13 @@ def expand(block: Mapping[str, Any], where: str = "a block", section: str = "") 
                 + (f"; to set it to an empty list, write {key}: [[]]." if is_list_setting(section, key) else ".")
             )
         elif isinstance(value, Mapping):
-            choices = list(expand(value, where, name))
+            choices = expand_section(value, where, name)
         elif isinstance(value, list) and (not is_list_setting(section, key) or all(isinstance(v, list) for v in value)):
             choices = value
         else:
             choices = [value]
-        axes.append([(key, choice) for choice in choices])
-    for combination in itertools.product(*axes):
-        yield dict(combination)
-
-
-def drop_unused_sections(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs of a block, each without the sections of methods and add-ons that only other runs of it have."""
-    components = {*METHODS, *ADDONS}
-    members = [{given["method"], *given.get("addons", ())} for given in runs]
-    elsewhere = set().union(*members) & components  # a section that no run has stays, and is refused
-    return [
-        {key: value for key, value in given.items() if key not in elsewhere - own}
-        for given, own in zip(runs, members, strict=True)
-    ]
+        axes[key] = choices
+    return axes
 
 
 def is_list_setting(section: str, key: str) -> bool:

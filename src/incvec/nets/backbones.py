@@ -107,8 +107,8 @@ def check_backbone(name: str) -> None:
     elif name not in BACKBONES:
         known = ", ".join(BACKBONES)
         raise ConfigError(
-            f"setting net: unknown backbone {name!r}.{nearest(name, BACKBONES)} Available: {known}, lite0, timm/NAME "
-            "and torchvision/NAME."
+            f"unknown backbone {name!r}.{nearest(name, BACKBONES)} Available: {known}, lite0, timm/NAME and "
+            "torchvision/NAME."
         )
 
 

@@ -172,6 +172,8 @@ def read_state(file: Path) -> dict[str, Tensor]:
         saved = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).partition(". ")[0]  # torch adds advice to run the code in the file
+        if file.stat().st_size == 0:
+            reason = "the file is empty"
         raise DataError(
             f"{file} cannot be read as weights: {reason}. Expected safetensors, or a state dict: "
             "torch.save(model.state_dict(), FILE). Whole models are not read, since they could run code."

@@ -240,7 +240,10 @@ def check_names(config: RunConfig) -> None:
         before.append(name)
     options = config.options(config.method, method.Options)
     if not method.pretrained and hasattr(options, "net"):  # pre-trained methods validate theirs
-        declared("incvec.nets.backbones", "check_backbone")(options.net)
+        try:
+            declared("incvec.nets.backbones", "check_backbone")(options.net)
+        except ConfigError as error:
+            raise ConfigError(f"setting {config.method}.net: {error}") from None
     for name in config.addons:
         addon = declared_addon(name)
         reason = addon.incompatible_options(config.options(name, addon.Options), method, options)

@@ -8,6 +8,7 @@ from typing import Any
 
 from incvec.config import RunConfig
 from incvec.data.datasets import dataset_options, find_dataset
+from incvec.declarations import declared
 from incvec.errors import DataError
 from incvec.methods import declared_method
 from incvec.presets import check_names, preset_stream, resolve
@@ -43,7 +44,19 @@ def resolve_seeds(given: Mapping[str, Any], seeds: str | None, data_root: Path |
     chosen = [{}] if seeds is None else [{"seed": seed} for seed in parse_seeds(seeds)]
     check_names(resolve(given))  # wrong settings are reported before the data root is read
     tree, stream = complete_stream(given, data_root)
-    return [resolve({**tree, **seed}) for seed in chosen], stream
+    configs = [resolve({**tree, **seed}) for seed in chosen]
+    check_stream(configs[0])
+    return configs, stream
+
+
+def check_stream(config: RunConfig) -> None:
+    """Refuse an impossible stream before any data is loaded, if the number of classes is known."""
+    classes = find_dataset(config.dataset).classes
+    if classes is None or config.class_list is not None:
+        return
+    declared("incvec.data.stream", "make_stream")(classes, config, declared_method(config.method).joint)
+    if config.class_order is not None:
+        declared("incvec.data.stream", "class_order")(classes, order=config.class_order)
 
 
 def choose_stream(
