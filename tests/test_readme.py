@@ -37,7 +37,12 @@ from tests.conftest import make_run, quick, same_record, same_weights
 from tests.documents import ROOT, Block, Command, blocks, commands
 
 SHORT = {"net": "tiny", "epochs": 1, "memory": 2, "batch_size": 16}
-EXAMPLES = {"tether": REGISTERED_METHODS, "halfway": REGISTERED_ADDONS}  # built in docs/extending.md
+ABLATIONS = ("ivt-uniform", "ivt-shuffled", "ivt-constant", "ivt-normalized")  # of tools/ivt_ablation.py
+EXAMPLES = {  # the first two are built in docs/extending.md
+    "tether": REGISTERED_METHODS,
+    "halfway": REGISTERED_ADDONS,
+    **dict.fromkeys(ABLATIONS, REGISTERED_ADDONS),
+}
 
 RECIPES = "docs/plugin-recipes.md"  # needs checkouts of its hosts: tests/ivt/test_recipes.py runs it
 BLOCKS = [block for block in blocks() if block.document != RECIPES]
@@ -85,6 +90,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text(text)
     write_aircraft(here / "aircraft20.npz")
+    (here / "tools").symlink_to(ROOT / "tools")
     monkeypatch.chdir(here)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("INCVEC_DATA", raising=False)

@@ -1,24 +1,35 @@
-"""The tables of docs/successor.md are those of its runs, and its sweeps are those that it describes."""
+"""Tables of pages about the proxy are those of its runs, and its sweeps are those that the pages describe."""
 
 from __future__ import annotations
 
 import json
 import re
 import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import incvec
 from incvec import ClassStatistics
 from incvec.cli.sweep import plan
 from incvec.methods import find_method
+from incvec.registry import ADDONS, load_plugin
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-PAGE = ROOT / "docs" / "successor.md"
-TABLES = ["gap", "classifiers", "held out", "proxy", "confirmation", "both classifiers", "ablation", "cost", "attempts"]
+DOCS = ROOT / "docs"
+PAGE = DOCS / "successor.md"
+TABLES = {
+    **dict.fromkeys(["gap", "classifiers", "held out", "proxy", "confirmation", "both classifiers"], PAGE),
+    **dict.fromkeys(["ablation", "cost", "ten increments"], PAGE),
+    "attempts": DOCS / "log" / "attempts.md",
+    **dict.fromkeys(["Fisher", "scales", "layers"], DOCS / "log" / "fisher.md"),
+    "audit": DOCS / "log" / "comparisons.md",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +47,8 @@ def test_tables_of_the_page_are_those_of_the_records(name: str, proxy: dict[str,
     tables = proxy["tables"](RESULTS)
     assert set(tables) == set(TABLES)
     assert tables[name].count("\n") > 3
-    assert f"\n\n{tables[name]}\n\n" in PAGE.read_text(), (
-        "docs/successor.md is stale: python tools/successor_proxy.py tables results"
+    assert f"\n\n{tables[name]}\n\n" in TABLES[name].read_text(), (
+        f"{TABLES[name].name} is stale: python tools/successor_proxy.py tables results"
     )
 
 
@@ -55,6 +66,18 @@ def test_numbers_of_the_summary(proxy: dict[str, Any]) -> None:
             title = "the same on 50 other classes, after all choices"
         fm = " to ".join(f"{float(row[5]):.1f}" for row in (plain, carry))
         assert re.search(rf"\| {title} \| {re.escape(carry[8])} \| {share} \| {fm} \|", page)
+
+
+def test_numbers_of_the_summary_with_ten_increments(proxy: dict[str, Any]) -> None:
+    page = PAGE.read_text()
+    rows = {
+        row[0]: row for row in (line.split(" | ") for line in proxy["tables"](RESULTS)["ten increments"].split("\n"))
+    }
+    for host in ("podnet", "pass"):
+        plain, *others = (rows[f"| {host}{addons}"] for addons in ("", " + carry", " + ivt + carry"))
+        for row in others:
+            fm = f"{float(plain[5]):.1f} to {float(row[5]):.1f}"
+            assert f"| {row[8]} | no oracle | {fm} |" in page
 
 
 def test_after_80_classes() -> None:
@@ -91,10 +114,53 @@ def test_a_gain_is_paired_by_seed(proxy: dict[str, Any]) -> None:
     assert line.endswith("| 0, 1 | 17.00 | 17.00 | 0.00 | 17.00 | 17.00 | +2.00 ± 1.00 | 5.00 | 62 ± 12 % | 0123456* |")
 
 
-@pytest.mark.parametrize(("name", "least"), [("proxy", 20), ("confirmation", 15)])
-def test_runs_of_the_page_are_those_of_the_sweep(name: str, least: int, proxy: dict[str, Any]) -> None:
+SWEEPS = {
+    "proxy": ["successor-proxy"],
+    "confirmation": ["successor-proxy"],
+    "ten-increments": ["proxy-10", "proxy-audit", str(ROOT / "tools" / "ivt_ablation.yaml")],
+}
+
+
+@pytest.fixture
+def ablations() -> Iterator[None]:
+    """The add-ons of tools/ivt_ablation.py."""
+    load_plugin(ROOT / "tools" / "ivt_ablation.py")
+    yield
+    for name in [name for name in ADDONS if name.startswith("ivt-")]:
+        del ADDONS[name]
+    for name in [name for name in sys.modules if name.startswith("incvec_plugin_ivt_ablation")]:
+        del sys.modules[name]
+
+
+def test_ablations_replace_the_fisher(ablations: None, tmp_path: Path) -> None:
+    """Mean S at the teleports of tasks 2 and 3: t / (2t - 1) with F = 1; 2/3 if F_t = Fbar_{t-1}."""
+    options: dict[str, Any] = {"interval": 2, "last": "teleport", "head": "keep"}
+    scales = {}
+    for kind in ("ivt-uniform", "ivt-constant", "ivt-normalized", "ivt-shuffled"):
+        record = incvec.run(
+            method="finetune", addons=[kind], dataset="digits", out=tmp_path / kind, device="cpu", stop_after=3,
+            finetune={"net": "tiny", "epochs": 2, "base_epochs": 1}, **{kind: options},
+        )  # fmt: skip
+        scales[kind] = [task[kind]["teleports"]["scale"][-1] for task in record["statistics"][1:]]
+    assert scales["ivt-uniform"] == pytest.approx([2 / 3, 3 / 5], abs=2e-3)
+    assert scales["ivt-constant"] == pytest.approx([2 / 3, 2 / 3], abs=2e-3)
+    assert scales["ivt-normalized"] == pytest.approx([2 / 3, 2 / 3], abs=0.1)
+    assert scales["ivt-shuffled"] != scales["ivt-normalized"]
+
+
+def test_shuffled_fisher_has_the_same_values(ablations: None) -> None:
+    fisher = torch.rand(4, 3)
+    module = next(module for name, module in sys.modules.items() if name.startswith("incvec_plugin_ivt_ablation"))
+    shuffled = module.ShuffledIVT.replaced(None, fisher, None, torch.Generator().manual_seed(0))
+    assert shuffled.shape == fisher.shape
+    assert not torch.equal(shuffled, fisher)
+    assert torch.equal(shuffled.flatten().sort().values, fisher.flatten().sort().values)
+
+
+@pytest.mark.parametrize(("name", "least"), [("proxy", 20), ("confirmation", 15), ("ten-increments", 70)])
+def test_runs_of_the_page_are_those_of_the_sweep(name: str, least: int, proxy: dict[str, Any], ablations: None) -> None:
     """Settings that did not exist when a run was made are not compared."""
-    planned = [config for _, config in plan("successor-proxy", [])]
+    planned = [config for sweep in SWEEPS[name] for _, config in plan(sweep, [])]
     rows = proxy["read"](RESULTS / "successor" / f"{name}.json")
     assert len(rows) >= least
     for row in rows:

@@ -32,6 +32,7 @@ from incvec.data import load_dataset
 from incvec.records import find_records, read_record
 
 CLASSES, TRAIN, TEST, SEED = 50, 200, 100, 28
+METHODS = ["podnet", "mrfa", "pass", "fcs", "icarl", "finetune"]  # in tables
 KEPT = ("method", "addons", "oracle", "tasks", "accuracy", "metrics", "correct")
 Row = dict[str, Any]
 
@@ -98,8 +99,7 @@ def collect(folder: str, target: str) -> None:
 
 
 def order(row: Row) -> tuple[int, int, bool, int, int]:
-    methods = ["podnet", "mrfa", "pass", "fcs", "icarl", "finetune"]
-    return methods.index(row["method"]), row["tasks"], row["oracle"], len(row["addons"]), seed_of(row)
+    return METHODS.index(row["method"]), row["tasks"], row["oracle"], len(row["addons"]), seed_of(row)
 
 
 # The page -----------------------------------------------------------------------------------------------------
@@ -275,8 +275,8 @@ AUDITED: dict[str, dict[str, Any]] = {
     "podnet": {"jitters": "one"},
     "pass": {"draws": "batch"},
     "fcs": {"mixups": 4},
-    "finetune": {"epochs": 30},
-    "icarl": {"loss": "softmax"},
+    "finetune": {"backbone_rate": 1.0},
+    "icarl": {"loss": "softmax", "memory_total": None},
     "mrfa": {},
 }
 
@@ -298,8 +298,10 @@ def audit_table(runs: Sequence[Row]) -> str:
         if set(row["addons"]) <= {"ivt", "cofima"} and not own and not row["oracle"]:
             groups.setdefault((name_of(row), variant_of(row)), []).append(row)
     lines = []
-    for (name, variant), rows in groups.items():
-        if any(other == name and text for other, text in groups):
+    for name in dict.fromkeys(name for name, _ in groups):
+        variants = sorted(variant for other, variant in groups if other == name)  # "" first: our settings
+        for variant in variants if len(variants) > 1 else []:
+            rows = groups[name, variant]
             means = [f"{fmean(row['metrics'][metric] for row in rows):.2f}" for metric in ("AA", "LA", "FM")]
             base = [f"{fmean(row['accuracy'][-1][0] for row in rows):.2f}"]
             changes = differences(rows, groups[name, ""])[1:] if variant else [""] * 3
@@ -331,7 +333,7 @@ def spread_of_scales(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def scales(folder: str, target: str) -> None:
-    rows = []
+    rows: list[Row] = []
     for path in find_records([Path(folder)]):
         row = compact(read_record(path))
         if row["addons"] == ["ivt"] and seed_of(row) == 0 and not variant_of(row):
@@ -339,7 +341,7 @@ def scales(folder: str, target: str) -> None:
                 "fisher": row["config"]["ivt"]["fisher_loss"]
             }
             rows.append(kept | {"scales": spread_of_scales(path.parent)})
-    Path(target).write_text('{\n"runs": [\n' + ",\n".join(json.dumps(row) for row in rows) + "\n]\n}\n")
+    write(Path(target), sorted(rows, key=lambda row: (METHODS.index(row["method"]), row["fisher"] == "own")))
 
 
 def scales_table(rows: Sequence[Row]) -> str:
@@ -452,6 +454,7 @@ def tables(results: Path) -> dict[str, str]:
     folder = results / "successor"
     proxy, other = (read(folder / f"{name}.json") for name in ("proxy", "confirmation"))
     ten = read(folder / "ten-increments.json")
+    compared = [row for row in ten if carried(row)]
     return {
         "held out": held_out_table(folder / "held-out"),
         "gap": gap_table(results / "cifar100"),
@@ -462,7 +465,7 @@ def tables(results: Path) -> dict[str, str]:
         "both classifiers": two_classifiers_table(proxy),
         "cost": costs(results, proxy),
         "attempts": runs_table(read(folder / "attempts.json"), proxy),
-        "ten increments": runs_table([row for row in ten if carried(row)], ten),
+        "ten increments": runs_table(compared, compared),
         "Fisher": fisher_table(ten),
         "scales": scales_table(read(folder / "scales.json")),
         "layers": layers_table(results / "cifar100"),
